@@ -1,0 +1,235 @@
+"""The one door between Hydra and the rest: command line -> checked, typed Config -> frozen config.yaml.
+
+`hydra.main` composes late, prints refusals over many lines, accepts `+sed=1`, and has made a folder by then. So the
+command line is composed and checked here first, and refused in one line with exit code 2. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from src.config.names import hint
+from src.config.rules import check, leaves
+from src.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+VERSION_BASE = "1.3"
+HYDRA_TARGETS = ("hydra._internal.core_plugins.basic_launcher.BasicLauncher", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
+
+
+@dataclass
+class Command:
+    """What a command line composes to."""
+
+    config: Config
+    tree: DictConfig  # as composed, with `hydra`
+    run_dir: Path
+    loader: Any  # Hydra's
+
+
+def compose_command(arguments: Any) -> Command:
+    """Compose and check the command line that Hydra's own parser read.
+
+    Errors: ValueError, one line that names the key, the value and the remedy.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    try:
+        hydra = _hydra(arguments)
+        _check_override_keys(hydra.config_loader, arguments.overrides)
+        tree = _compose(hydra, arguments)
+        HydraConfig.instance().set_config(tree)
+        return Command(to_config(tree), tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_one_line(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
+    """Run `job` as Hydra runs one: `.hydra/` written into `folder`, `hydra.job.*` honoured. Returns its exit code."""
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext
+
+    with read_write(command.tree.hydra):
+        command.tree.hydra.run.dir = str(folder)
+    outcome = run_job(
+        task_function=lambda tree: job(),
+        config=command.tree,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+        hydra_context=HydraContext(config_loader=command.loader, callbacks=Callbacks()),
+    )
+    return int(outcome.return_value)  # raises what the job raised
+
+
+def store_schema() -> None:
+    """Make the schema the first thing every primary config is composed of (`defaults: [schema, …]`)."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store("schema", node=Config)
+
+
+def to_config(tree: DictConfig) -> Config:
+    """Merge a composed tree into the schema and check it. Errors: ValueError for a key or value that has no place."""
+    from hydra.conf import HydraConf
+
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
+        if "hydra" in tree:
+            own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
+            OmegaConf.merge(OmegaConf.structured(HydraConf), OmegaConf.masked_copy(tree.hydra, own))
+            _check_hydra_targets(tree.hydra)
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error)) from error
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def freeze(config: Config, folder: Path) -> None:
+    """Write `config` to `folder/config.yaml`, which `--config-path <folder> --config-name config` runs again.
+
+    The run-folder block travels with it; without it a second run would go where Hydra puts runs by default.
+    """
+    from src.records import write_text
+
+    hydra = (CONF / "hydra" / "default.yaml").read_text(encoding="utf-8")
+    block = OmegaConf.masked_copy(OmegaConf.create(hydra), ["run", "sweep", "job"])
+    header = f"# Runs again: python train.py --config-path {folder.resolve()} --config-name config\n"
+    body = {"defaults": ["schema", "_self_", {"override hydra/hydra_logging": "none"}, {"override hydra/job_logging": "none"}]}
+    tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
+    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
+
+
+def read_frozen(folder: Path) -> Config:
+    """The Config that `freeze` wrote. Errors: ValueError when it is missing or does not fit the schema."""
+    path = folder / "config.yaml"
+    try:
+        tree = OmegaConf.load(path)
+        assert isinstance(tree, DictConfig)
+    except (OSError, AssertionError):
+        raise ValueError(f"{folder}: no config.yaml of a run here") from None
+    return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")]))
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the schema, sections included."""
+    keys = [key for key, _, _ in leaves(Config())]
+    return keys + sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)})
+
+
+def _hydra(arguments: Any) -> Any:
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_automatic_config_search_path
+
+    store_schema()
+
+    path = CONF if arguments.config_path is None else Path(os.path.abspath(arguments.config_path))
+    if not path.is_dir():
+        raise ValueError(f"--config-path={path}: no such folder")
+    search = create_automatic_config_search_path(calling_file=None, calling_module=None, config_path=str(path))
+    if arguments.config_dir is not None:
+        if not os.path.isdir(arguments.config_dir):
+            raise ValueError(f"--config-dir={arguments.config_dir}: no such folder")
+        search.prepend("command-line", f"file://{os.path.abspath(arguments.config_dir)}")
+    return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
+
+
+def _compose(hydra: Any, arguments: Any) -> DictConfig:
+    from hydra.types import RunMode
+
+    name = arguments.config_name or "train"
+    tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=RunMode.RUN)
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def _check_override_keys(loader: Any, overrides: list[str]) -> None:
+    """Refuse unknown keys and group options before Hydra does, with the nearest name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    groups = set(_groups(loader))
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
+        key = override.key_or_group
+        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+            continue
+        if key in groups:
+            options = loader.get_group_options(key)
+            value = override.value()
+            for choice in value if isinstance(value, list) else [value]:
+                if isinstance(choice, str) and choice not in options and choice != "null":
+                    raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
+        elif not is_known(key):
+            raise ValueError(f"{override.input_line}: unknown key {key}{_key_hint(key, groups)}")
+
+
+def _groups(loader: Any) -> list[str]:
+    from hydra.core.object_type import ObjectType
+
+    return [g for g in loader.list_groups("") if loader.get_group_options(g, ObjectType.CONFIG) and g != "hydra"]
+
+
+def is_known(key: str) -> bool:
+    """Whether the schema has `key`; anything goes below a free dictionary."""
+    node: Any = Config()
+    for part in key.split("."):
+        if isinstance(node, dict):
+            return True
+        if not hasattr(node, part):
+            return False
+        node = getattr(node, part)
+    return True
+
+
+def _key_hint(key: str, more: set[str] | None = None) -> str:
+    known = known_keys()
+    last = key.rsplit(".", 1)[-1]
+    elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
+    if elsewhere:
+        return f"; did you mean {', '.join(elsewhere[:3])}?"
+    return hint(key, [*known, *(more or ())])
+
+
+def _check_hydra_targets(tree: DictConfig) -> None:
+    """Hydra calls what `_target_` names (launcher, sweeper, callbacks): only the ones we know may be named."""
+    for section in ("launcher", "sweeper"):
+        target = OmegaConf.select(tree, f"{section}._target_")
+        if target is not None and target not in HYDRA_TARGETS:
+            raise ValueError(f"hydra.{section}._target_={target}: not allowed; allowed: {', '.join(HYDRA_TARGETS)}")
+    if tree.get("callbacks"):
+        raise ValueError(f"hydra.callbacks.{next(iter(tree.callbacks))}: callbacks are not allowed; a config imports nothing")
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    """OmegaConf's error in one line, with the key and, for an unknown one, the nearest that exists."""
+    key = str(getattr(error, "full_key", None) or "")
+    first = str(error).splitlines()[0]
+    if key and "not in" in first:
+        if is_known(key) and not key.startswith("hydra"):
+            return f"{key}: not set yet, so add it: +{key}=…"
+        return f"{key}: unknown key{_key_hint(key)}"
+    if "Missing mandatory" in first:
+        return f"{key}=???: must be given, e.g. {key}=…"
+    return f"{key}: {first}" if key else first
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OmegaConfBaseException):
+        return _explain(error)
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        return _explain(cause)
+    return " ".join(line.strip() for line in str(error).splitlines()[:3])

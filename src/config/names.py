@@ -1,0 +1,55 @@
+"""Names that exist elsewhere, and the nearest one to a misspelling. Reads timm's files instead of importing it (3 s)."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Up to `count` known names that look like `name`, best first."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    return [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=count, cutoff=0.6)]
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """`; did you mean a, b?`, or what is allowed where the list is short, or nothing."""
+    known = list(known)
+    close = nearest(name, known)
+    if close:
+        return f"; did you mean {', '.join(close)}?"
+    return f"; allowed: {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
+
+
+def is_own_class(name: str) -> bool:
+    """`src.<module>.<Class>`: a class of this project, the only kind of class a config may name."""
+    return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None
+
+
+@cache
+def timm_models() -> frozenset[str]:
+    """Every model name timm registers, without its pretrained tag (`resnet18`, not `resnet18.a1_in1k`)."""
+    names: set[str] = set()
+    for path in (_timm() / "models").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        names.update(re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE))
+        for block in re.findall(r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL):
+            names.update(re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE))
+    return frozenset(names)
+
+
+@cache
+def timm_optimizers() -> frozenset[str]:
+    text = (_timm() / "optim" / "_optim_factory.py").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"\bname='(\w+)'", text)) | {"nesterov", "nesterovw"}  # aliases, named nowhere else
+
+
+def _timm() -> Path:
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise ValueError("timm is not installed: pip install -r requirements.txt")
+    return Path(spec.origin).parent

@@ -1,0 +1,77 @@
+"""From a decoded image to a training or an evaluation image of the model's size. timm's names and meanings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from src.config.schema import AugmentConfig
+from src.draws import seed_for
+
+Transform = Callable[[Tensor], Tensor]
+
+
+def train_transform(config: AugmentConfig, size: int | None, resize: bool) -> Transform | None:
+    """uint8 [C, H, W] -> uint8 [C, size, size], with random draws; None where nothing is asked for.
+
+    `resize`: whether the images come in other sizes than `size`.
+    """
+    from torchvision.transforms import v2
+
+    steps: list[Any] = []
+    if config.scale is not None:
+        ratio = config.ratio or (3 / 4, 4 / 3)
+        steps.append(v2.RandomResizedCrop(_known(size), tuple(config.scale), tuple(ratio), antialias=True))
+    elif resize:
+        steps += [v2.Resize(_known(size), antialias=True), v2.CenterCrop(_known(size))]
+    if config.hflip:
+        steps.append(v2.RandomHorizontalFlip(config.hflip))
+    if config.aa:
+        steps.append(_timm_auto_augment(config.aa, _known(size)))
+    if config.color_jitter:
+        steps.append(v2.ColorJitter(*[config.color_jitter] * 3))
+    if config.reprob:
+        steps.append(v2.RandomErasing(config.reprob, scale=(0.02, 1 / 3)))  # timm's area, filled with black
+    return v2.Compose(steps) if steps else None
+
+
+def evaluation_transform(size: int | None, crop_pct: float) -> Transform | None:
+    """Shorter side to size / crop_pct, then the centre. None where the data has one size already."""
+    from torchvision.transforms import v2
+
+    if size is None:
+        return None
+    return v2.Compose([v2.Resize(round(size / crop_pct), antialias=True), v2.CenterCrop(size)])
+
+
+def seed_draws(seed: int, epoch: int, index: int) -> None:
+    """Make the random draws for one sample a function of (seed, epoch, index), whatever rank or worker makes them."""
+    mixed = seed_for(seed, epoch, index)
+    torch.default_generator.manual_seed(mixed)
+    random.seed(mixed)
+    np.random.seed(mixed & 0xFFFFFFFF)
+
+
+def _known(size: int | None) -> int:
+    if size is None:
+        raise ValueError("data.image_size=null: random crops need a size; set it")
+    return size
+
+
+def _timm_auto_augment(text: str, size: int) -> Transform:
+    """timm's policies work on PIL images."""
+    from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+    from torchvision.transforms.v2 import functional
+
+    build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(text[:4], auto_augment_transform)
+    policy: Any = build(text, {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)})  # as timm's transforms
+
+    def apply(image: Tensor) -> Tensor:
+        return functional.pil_to_tensor(policy(functional.to_pil_image(image)))
+
+    return apply

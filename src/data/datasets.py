@@ -1,0 +1,166 @@
+"""What is read: each dataset has a train, a val and perhaps a test split, and says what its images are.
+
+A dataset of your own is a class `src.<module>.<Class>` with the attributes of `Images`; its constructor takes the
+DataConfig. A split is anything with `__len__` and `__getitem__(index) -> (uint8 tensor [C, H, W], label)`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from src.config.schema import DataConfig
+from src.data.folders import class_names, image_files
+
+Sample = tuple[Tensor, int]
+
+
+class Split(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class Images(Protocol):
+    """A dataset. `mean` and `std` are per channel of images in 0..1; None takes those of the model."""
+
+    class_names: list[str]
+    in_chans: int
+    image_size: int | None  # pixels; None: any, the loader resizes
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    train: Split
+    val: Split
+    test: Split | None
+
+
+class InMemory:
+    """A split that fits in memory: a batch is one indexing operation, and worker processes would only slow it down."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        """images: uint8 [N, C, H, W]; labels: int64 [N]."""
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.images[index], int(self.labels[index])
+
+
+class Digits:
+    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 grey values 0..16."""
+
+    class_names = [str(digit) for digit in range(10)]
+    in_chans = 1
+    mean: tuple[float, ...] | None = (0.3053,)  # of the training split
+    std: tuple[float, ...] | None = (0.3513,)
+    splits = (1257, 270, 270)
+
+    def __init__(self, config: DataConfig) -> None:
+        self.image_size = config.image_size or 32
+        spec = importlib.util.find_spec("sklearn")  # the file alone: importing sklearn.datasets takes 0.8 s
+        assert spec is not None and spec.origin is not None
+        with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+            table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+        grey = table[:, :-1].view(-1, 1, 8, 8) / 16
+        size = (self.image_size, self.image_size)
+        images = torch.nn.functional.interpolate(grey, size, mode="bilinear", align_corners=False)
+        images = (images * 255).round().to(torch.uint8)
+        labels = table[:, -1].long()
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the split never changes
+        self.train, self.val, self.test = (
+            InMemory(images[part], labels[part]) for part in order.split(list(self.splits))
+        )
+
+
+class Synthetic:
+    """Random images and labels, made once: the cost of loading is next to nothing."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __init__(self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3) -> None:
+        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.in_chans = in_chans
+        self.image_size = config.image_size or 32
+        generator = torch.Generator().manual_seed(0)
+        self.train = self._split(num_samples, generator)
+        self.val = self._split(max(1, num_samples // 8), generator)
+        self.test: Split | None = None
+
+    def _split(self, count: int, generator: torch.Generator) -> InMemory:
+        shape = (count, self.in_chans, self.image_size, self.image_size)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        return InMemory(images, torch.randint(0, len(self.class_names), (count,), generator=generator))
+
+
+class Folder:
+    """Images in `<root>/{train,val,test}/<class>/`; labels are the sorted class names of train/."""
+
+    in_chans = 3
+    image_size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __init__(self, config: DataConfig) -> None:
+        assert config.root is not None
+        root = Path(config.root)
+        self.class_names = class_names(root / "train")
+        self.train = FolderSplit(root / "train", self.class_names)
+        self.val = FolderSplit(root / "val", self.class_names)
+        self.test = FolderSplit(root / "test", self.class_names) if (root / "test").is_dir() else None
+
+
+class FolderSplit:
+    """The image files of one split, decoded to RGB when asked for."""
+
+    def __init__(self, folder: Path, classes: list[str]) -> None:
+        self.files = [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, label = self.files[index]
+        return decode(path), label
+
+
+def decode(path: Path) -> Tensor:
+    """The image as uint8 RGB [3, H, W], upright as its EXIF says. Errors: ValueError naming a file that is no image."""
+    from torchvision.io import ImageReadMode, decode_jpeg, read_file
+
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        try:  # about twice as fast as PIL
+            return decode_jpeg(read_file(str(path)), mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        except RuntimeError:
+            pass  # a suffix that lies, or a damaged file: PIL tells them apart
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+            return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: not a readable image ({error}); remove or replace it") from None
+
+
+def build_images(config: DataConfig) -> Images:
+    """The dataset of `data.name`. Errors: ValueError when `data.kwargs` do not fit its constructor."""
+    own = {"digits": Digits, "synthetic": Synthetic, "folder": Folder}
+    if config.name in own:
+        kind: Any = own[config.name]
+    else:
+        module, _, name = config.name.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+    try:
+        return cast(Images, kind(config, **config.kwargs))
+    except TypeError as error:
+        raise ValueError(f"data.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None

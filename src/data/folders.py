@@ -1,0 +1,59 @@
+"""An image folder on disk: `<root>/{train,val,test}/<class>/**.jpg`. No torch: it is also looked at before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from src.config.schema import DataConfig
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+
+
+def class_names(split: Path) -> list[str]:
+    """Names of the class folders of one split, sorted: their order gives the labels."""
+    with os.scandir(split) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Image files below `folder`, in a fixed order; a link to a folder is followed."""
+    for directory, subdirectories, files in os.walk(folder, followlinks=True):
+        subdirectories.sort()
+        for name in sorted(files):
+            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
+                yield Path(directory, name)
+
+
+def check_data(data: DataConfig) -> None:
+    """Look at what is on disk before anything starts. Errors: ValueError naming the folder and what is missing."""
+    if data.name == "folder":
+        if data.root is None:
+            raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
+        check_folder_root(Path(data.root))
+
+
+def check_folder_root(root: Path) -> None:
+    """Refuse what cannot be a classification folder. Looks at one file per class, so it is quick on large sets.
+
+    Errors: ValueError naming the folder and what is missing.
+    """
+    for split in ("train", "val"):
+        folder = root / split
+        if not folder.is_dir():
+            raise ValueError(f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/")
+    train = class_names(root / "train")
+    if len(train) < 2:
+        found = f"only the class {train[0]}" if train else "no class folders"
+        raise ValueError(f"data.root={root}: {found} in {root / 'train'}; expected two or more: train/<class>/<image>")
+    for split in ("train", "val", "test"):
+        folder = root / split
+        if not folder.is_dir():
+            continue
+        unknown = sorted(set(class_names(folder)) - set(train))
+        if unknown:
+            raise ValueError(f"data.root={root}: {folder} has a class that train/ has not: {unknown[0]}")
+        for name in class_names(folder):
+            if next(image_files(folder / name), None) is None:
+                raise ValueError(f"data.root={root}: no image in {folder / name} ({', '.join(IMAGE_SUFFIXES)})")

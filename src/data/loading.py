@@ -1,0 +1,130 @@
+"""How samples reach the device: read by index, stacked as uint8, sent, normalised there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from src import machine
+from src.config.schema import DataConfig
+from src.data.augment import Transform, seed_draws
+from src.data.datasets import InMemory, Split
+from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
+from src.process import die_with_parent, ignore_stop_signals
+
+Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
+
+
+class Reader:
+    """Answers a Request with a batch of uint8 images and labels; runs in loader workers, or in the rank itself."""
+
+    def __init__(self, split: Split, transform: Transform | None, seed: int) -> None:
+        self.split, self.transform, self.seed = split, transform, seed
+
+    def __getitems__(self, request: Request) -> Batch:  # what torch's fetcher calls with a whole batch
+        if isinstance(self.split, InMemory) and self.transform is None:
+            indices = torch.from_numpy(request.indices)
+            return self.split.images[indices], self.split.labels[indices]
+        images, labels = zip(*(self._sample(request.epoch, index) for index in request.indices.tolist()), strict=True)
+        return torch.stack(images), torch.tensor(labels)
+
+    def _sample(self, epoch: int, index: int) -> tuple[Tensor, int]:
+        image, label = self.split[index]
+        if self.transform is not None:
+            seed_draws(self.seed, epoch, index)
+            image = self.transform(image)
+        return image, label
+
+
+class DeviceFeed:
+    """Moves batches to a device and normalises them there: a quarter of the bytes of float images travel."""
+
+    def __init__(self, device: torch.device, mean: Iterable[float], std: Iterable[float], channels_last: bool) -> None:
+        """`mean` and `std` are per channel, of images in 0..1."""
+        self.device = device
+        self.mean = torch.tensor(list(mean), device=device).view(1, -1, 1, 1) * 255
+        self.inverse_std = 1 / (torch.tensor(list(std), device=device).view(1, -1, 1, 1) * 255)
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, batch: Batch) -> Batch:
+        images = batch[0].to(self.device, non_blocking=True)
+        labels = batch[1].to(self.device, non_blocking=True)
+        normalised = torch.sub(images, self.mean).mul_(self.inverse_std)
+        return normalised.contiguous(memory_format=self.format), labels
+
+
+class Loader:
+    """Batches of one split for this rank, on its device."""
+
+    def __init__(self, reader: Reader, requests: Any, feed: DeviceFeed, num_workers: int) -> None:
+        self.reader, self.requests, self.feed = reader, requests, feed
+        self._loader: DataLoader[Any] | None = None
+        if num_workers:
+            self._loader = DataLoader(
+                reader,  # type: ignore[arg-type]
+                batch_sampler=requests,
+                num_workers=num_workers,
+                collate_fn=_as_is,
+                pin_memory=feed.device.type == "cuda",
+                persistent_workers=True,
+                worker_init_fn=_start_worker,
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
+        return map(self.feed, raw)
+
+
+class TrainLoader(Loader):
+    """The shuffled, sharded epoch."""
+
+    requests: BatchRequests
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
+        self.requests.start_at(epoch, first_batch)
+        return iter(self)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.requests.shard.batches_per_epoch
+
+
+    def peek(self) -> Tensor:
+        """The normalised images of this rank's first batch, read aside: nothing moves on."""
+        self.requests.start_at(0, 0)
+        return self.feed(self.reader.__getitems__(next(iter(self.requests))))[0]
+
+
+def train_requests(
+    split: Split, batch_size: int, rank: int, world_size: int, seed: int, limit: int | None = None
+) -> BatchRequests:
+    """`batch_size` is the global one; `limit` uses only the first so many images."""
+    return BatchRequests(EpochShard(min(len(split), limit or len(split)), batch_size, rank, world_size, seed))
+
+
+def evaluation_requests(split: Split, batch_size: int, rank: int, world_size: int) -> EvaluationRequests:
+    """`batch_size` is the global one. Errors: ValueError for an empty split."""
+    if len(split) == 0:
+        raise ValueError("the evaluation split is empty: no image to evaluate on")
+    return EvaluationRequests(len(split), max(1, batch_size // world_size), rank, world_size)
+
+
+def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
+    """`data.workers`, or for auto: none for data in memory, else this rank's share of the cores."""
+    if config.workers != "auto":
+        return int(config.workers)
+    return 0 if isinstance(split, InMemory) else max(1, min(8, machine.cores() // local_world_size))
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    die_with_parent()
+    ignore_stop_signals()

@@ -1,0 +1,84 @@
+"""Who reads which index. Step n sees the same set of images on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+
+class Request(NamedTuple):
+    """What a loader worker is asked for: a batch of sample indices, and the epoch, on which augmentation depends."""
+
+    epoch: int
+    indices: NDArray[np.int64]  # [batch]; numpy, because a tensor would travel to a worker as shared memory
+
+
+class EpochShard(DistributedSampler[Any]):
+    """torch's DistributedSampler, with the shard as a tensor (10^7 indices: 80 MB instead of 400) and the tail dropped.
+
+    Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches of size B/w together
+    are the n-th global batch of size B. What does not fill a global batch is dropped, on all ranks alike.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+        """`batch_size` is the global one. Errors: ValueError when there are fewer samples than that."""
+        if num_samples < batch_size:
+            raise ValueError(
+                f"data.batch_size={batch_size}: larger than the training split ({num_samples} images); use at most that"
+            )
+        super().__init__(range(num_samples), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
+        self.total, self.batch_size = num_samples, batch_size
+        self.batches_per_epoch = num_samples // batch_size
+        self.dropped = num_samples % batch_size
+
+    def shard(self) -> Tensor:
+        """This rank's indices of the epoch given to `set_epoch`, in order: int64 [batches x batch/world]."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)  # as DistributedSampler draws
+        order = torch.randperm(self.total, generator=generator)
+        return order[: self.batches_per_epoch * self.batch_size][self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shard().tolist())
+
+
+class BatchRequests:
+    """A batch sampler over an EpochShard that can start inside an epoch."""
+
+    def __init__(self, shard: EpochShard) -> None:
+        self.shard = shard
+        self.first_batch = 0
+
+    def start_at(self, epoch: int, first_batch: int) -> None:
+        self.shard.set_epoch(epoch)
+        self.first_batch = first_batch
+
+    def __iter__(self) -> Iterator[Request]:
+        per_rank = self.shard.batch_size // self.shard.num_replicas
+        for indices in self.shard.shard().split(per_rank)[self.first_batch :]:
+            yield Request(self.shard.epoch, indices.numpy())
+
+    def __len__(self) -> int:
+        return self.shard.batches_per_epoch - self.first_batch
+
+
+class EvaluationRequests:
+    """Every sample once: rank r of w takes range(r, n, w), unpadded, so that shards may differ by one or be empty."""
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
+        """`batch_size` is this rank's."""
+        self.indices = torch.arange(rank, num_samples, world_size)
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Request]:
+        if len(self.indices):
+            for indices in self.indices.split(self.batch_size):
+                yield Request(0, indices.numpy())
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)

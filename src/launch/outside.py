@@ -1,0 +1,98 @@
+"""Ranks that somebody else started (torchrun): rank 0 composes, the others receive its config and run folder.
+
+Every rank composing for itself is what breaks folders and sweeps elsewhere: as many folders, and configs, as ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.config.compose import read_frozen
+from src.config.schema import Config
+from src.launch.ranks import Ranks
+from src.records import write_text
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+KEY = "run_folder"
+COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
+
+
+def open_store(ranks: Ranks) -> Store:
+    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
+    assert store is not None
+    return store
+
+
+def lead(config: Config, folder: Path, ranks: Ranks) -> int:
+    """Rank 0: prepare the run folder, tell the others, and run. Returns the exit code."""
+    from src.launch.job import prepare
+    from src.launch.worker import run_rank
+
+    prepare(config, folder)
+    _remember(folder, config)
+    store = open_store(ranks)
+    store.set(KEY, json.dumps({"folder": str(folder.resolve()), "config": (folder / "config.yaml").read_text()}))
+    return run_rank(config, folder, ranks, store)
+
+
+def refuse_followers(reason: str, ranks: Ranks) -> None:
+    """Rank 0 has refused the command line: tell the others, which wait for a folder."""
+    if ranks.world_size > 1:
+        store = open_store(ranks)
+        store.set(KEY, json.dumps({"refused": reason}))
+        store.set(f"{KEY}/told/0", "")
+        store.wait([f"{KEY}/told/{rank}" for rank in range(ranks.world_size)], timedelta(seconds=10))
+
+
+def follow(ranks: Ranks) -> int:
+    """A rank other than 0: wait for rank 0's config and run. Returns the exit code."""
+    from src.launch.worker import run_rank
+
+    store = open_store(ranks)
+    message = json.loads(store.get(KEY))
+    if "refused" in message:
+        store.set(f"{KEY}/told/{ranks.rank}", "")
+        return 2
+    folder = Path(message["folder"])
+    if not (folder / "config.yaml").exists():  # another machine without a shared file system: its logs stay there
+        write_text(folder / "config.yaml", message["config"])
+    return run_rank(read_frozen(folder), folder, ranks, store)
+
+
+def remembered_folder(ranks: Ranks, config: Config) -> Path | None:
+    """The run folder of this job's earlier attempt, after the agent has restarted the ranks."""
+    path = _note(config)
+    if ranks.restart_count == 0 or not path.exists():
+        return None
+    return Path(path.read_text(encoding="utf-8"))
+
+
+def _remember(folder: Path, config: Config) -> None:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        write_text(_note(config), str(folder.resolve()))
+
+
+def _note(config: Config) -> Path:
+    """Keyed by the agent: its run id is `none` unless given, so the agent's process stands beside it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    agent = f"{socket.gethostname()}-{os.getppid()}" if run_id == "none" else run_id
+    return Path(config.paths.output_dir) / ".restarts" / f"{agent}.txt"
+
+
+def refuse_multirun(arguments: list[str]) -> None:
+    """torchrun with -m: each rank would sweep for itself."""
+    if any(argument in ("-m", "--multirun") for argument in arguments):
+        raise ValueError(
+            f"{' '.join(sys.argv[1:])}: a sweep starts its own ranks; run it with python train.py -m …, without torchrun"
+        )

@@ -1,0 +1,118 @@
+"""One rank: read the frozen config, join the group, run, leave. `python -m src.launch.worker <run folder>`."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from src.config.schema import Config
+from src.launch.ranks import Ranks, ranks_from_environment
+from src.process import STOP_SIGNALS, die_with_parent, ignore_stop_signals
+from src.records import write_json
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(BaseException):
+    """A signal asks this rank to leave. Not an Exception, so that no `except Exception` on the way keeps it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def main(folder: Path) -> int:
+    """Run the rank that this process is, on a run folder prepared by launch/job.py. Returns the exit code."""
+    from src.config.compose import read_frozen
+
+    die_with_parent()
+    ranks = ranks_from_environment(os.environ) or Ranks()
+    config = read_frozen(folder)
+    if config.parallel.strategy != "ddp":
+        return run_rank(config, folder, ranks, None)
+    from src.launch.outside import open_store
+
+    return run_rank(config, folder, ranks, open_store(ranks))
+
+
+def run_rank(config: Config, folder: Path, ranks: Ranks, store: Store | None) -> int:
+    """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised."""
+    own_log = folder / "logs" / f"rank_{ranks.rank}.log"
+    _set_up_output(own_log, ranks)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    try:
+        from src.run import run
+
+        run(config, folder, ranks, store)
+        return 0
+    except Stopped as stop:
+        log.info("stopped by %s", stop)
+        return 128 + stop.number
+    except Exception as error:
+        log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
+        return _record_failure(folder, ranks, error, own_log)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    ignore_stop_signals()  # the same Ctrl-C may arrive twice: from the terminal and from the agent
+    raise Stopped(number)
+
+
+def _set_up_output(own_log: Path, ranks: Ranks) -> None:
+    """Every rank logs to its own file; rank 0 alone also has the console.
+
+    For other ranks the file descriptors themselves are redirected, so that what C++ prints lands there too.
+    """
+    own_log.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(own_log)]
+    if ranks.is_first:
+        console = logging.StreamHandler(sys.stdout)
+        console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
+        console.setFormatter(logging.Formatter("%(message)s"))
+        handlers.append(console)
+    else:
+        file = os.open(own_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    faulthandler.enable(all_threads=True)
+
+
+def _record_failure(folder: Path, ranks: Ranks, error: Exception, own_log: Path) -> int:
+    """Leave a record of `error` for whoever started this rank, and return the exit code: 2 for what the user can mend."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    kind, text = type(error).__name__, " ".join(str(error).split())[:500]
+    refused = isinstance(error, ValueError) and getattr(error, "is_refusal", False)
+    record = {
+        "rank": ranks.rank,
+        "time": time.time(),
+        "status": "refused" if refused else "out_of_memory" if kind == "OutOfMemoryError" else "failed",
+        "reason": text if refused else f"rank {ranks.rank}: {kind}: {text} ({Path(last.filename).name}:{last.lineno})",
+        "exception": kind,
+        "traceback": traceback.format_exc(),
+        "log": str(own_log),
+        "is_echo": kind in ("DistBackendError", "DistNetworkError") or "gloo" in text.lower(),
+        "exit_code": 2 if refused else 1,
+    }
+    write_json(folder / "logs" / f"failure_rank_{ranks.rank}.json", json.loads(json.dumps(record)))
+    return int(record["exit_code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

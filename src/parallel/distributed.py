@@ -1,0 +1,96 @@
+"""DistributedDataParallel: one process per device, gradients averaged by all-reduce while the backward pass goes on."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from src.config.schema import ParallelConfig
+from src.launch.ranks import Ranks
+from src.parallel.forward import ModelAndLoss
+from src.parallel.single import Criterion, Single
+
+OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+class Distributed(Single):
+    """Rank `rank` of `world_size`, on a device of its own."""
+
+    kind = "ddp"
+
+    def __init__(self, config: ParallelConfig, ranks: Ranks, store: dist.Store) -> None:
+        super().__init__(config, ranks)
+        dist.init_process_group(
+            config.backend,
+            store=dist.PrefixStore("process_group", store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=config.start_timeout),  # torch's own: 30 min (gloo), 10 min (NCCL)
+            device_id=self.device if config.backend == "nccl" else None,
+        )
+
+    @property
+    def backend(self) -> str | None:
+        return dist.get_backend()
+
+    def _choose_devices(self) -> list[torch.device]:
+        self._refuse_blind_torch()
+        if self.config.accelerator != "cuda":
+            return [torch.device("cpu")]
+        index = self.config.device_ids[self.local_rank] if self.config.device_ids else self.local_rank
+        return [torch.device("cuda", index % torch.cuda.device_count())]  # gloo ranks may share a device
+
+    def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
+        options = {key: getattr(self.config, key) for key in OPTIONS if getattr(self.config, key) is not None}
+        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # its name since torch 2.13
+            options = {"forward_sync_buffers" if k == "broadcast_buffers" else k: v for k, v in options.items()}
+        if self.device.type == "cuda":
+            options |= {"device_ids": [self.device], "output_device": self.config.output_device}
+        wrapped = DistributedDataParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
+        wrapped._set_ddp_runtime_logging_sample_rate(10)  # type: ignore[operator]  # steps; feeds `communication`
+        return wrapped
+
+    def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        assert isinstance(wrapped, DistributedDataParallel)
+        return wrapped.no_sync()
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
+        """Gradient bytes all-reduced per step; times as torch's reducer samples them (milliseconds, mean)."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        stats = wrapped._get_ddp_logging_data()  # type: ignore[operator]
+        total, hidden = stats.get("avg_backward_comm_time"), stats.get("avg_backward_compute_comm_overlap_time")
+        if not total:
+            return {"bytes_per_step": size, "ms_per_step": None, "exposed_ms_per_step": None}
+        return {
+            "bytes_per_step": size,
+            "ms_per_step": total / 1e6,
+            "exposed_ms_per_step": max(0.0, total - (hidden or 0)) / 1e6,
+        }

@@ -1,0 +1,114 @@
+"""One process on one device: the strategy that the others extend, and the one that does nothing where they do something."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src.config.schema import ParallelConfig
+from src.launch.ranks import Ranks
+from src.parallel.forward import ModelAndLoss
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+class Single:
+    """`rank` and `world_size` count processes; `devices` are those this process drives."""
+
+    kind = "single"
+
+    def __init__(self, config: ParallelConfig, ranks: Ranks) -> None:
+        self.config = config
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.local_rank = ranks.local_rank
+        torch.set_num_threads(int(config.threads_per_device))
+        self.devices = self._choose_devices()
+        self.device = self.devices[0]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def backend(self) -> str | None:
+        """The process group's backend; None without a group."""
+        return None
+
+    def _choose_devices(self) -> list[torch.device]:
+        self._refuse_blind_torch()
+        return [torch.device(self.config.accelerator, 0 if self.config.accelerator == "cuda" else None)]
+
+    def _refuse_blind_torch(self) -> None:
+        if self.config.accelerator == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: the driver is probably older "
+                f"than CUDA {torch.version.cuda} needs; update it, install a torch built for it, or set parallel.accelerator=cpu"
+            )
+
+    def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
+        """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, ready for backward."""
+        return ModelAndLoss(model, criterion, self.device.type, autocast)
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """What maps images to outputs in evaluation, without gradients."""
+        return model
+
+    def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Inside, a backward pass leaves gradients unreduced: for all but the last batch of an accumulated step."""
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The element-wise sum of `values` over the ranks, on all of them."""
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (plain data), in rank order, on all of them."""
+        return [value]
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank rank 0's buffers, so that BatchNorm statistics are the same in evaluation."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+    def measured_world_size(self) -> int:
+        """Proof that the devices asked for take part: the sum of one 1 from each."""
+        return int(self.sum(torch.ones((), device=self.device)).item())
+
+    def parameters_hash(self, model: nn.Module) -> tuple[str, bool]:
+        """(hash of all parameters, whether it is the same on all ranks)."""
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        hashes = self.gather(digest.hexdigest()[:16])
+        return hashes[0], len(set(hashes)) == 1
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Peak bytes of every device of the job. A CPU device is a process: its resident memory, libraries included."""
+        if self.device.type == "cuda":
+            own = [{"device": str(d), "peak_bytes": torch.cuda.max_memory_allocated(d)} for d in self.devices]
+        else:
+            unit = 1 if os.uname().sysname == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak}]
+        return [entry for entries in self.gather(own) for entry in entries]
+
+    def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
+        """Bytes that cross device borders per step, and milliseconds where they can be measured."""
+        return {"bytes_per_step": 0, "ms_per_step": 0.0, "exposed_ms_per_step": 0.0}
+
+    def chunk_sizes(self, batch_size: int) -> list[int]:
+        """How many images of a global batch each device gets."""
+        return [batch_size // self.world_size] * self.world_size

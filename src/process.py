@@ -1,0 +1,28 @@
+"""Manners of the processes that a run starts: they die with their parent and leave signals to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of a launcher leaves nothing behind."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    PR_SET_PDEATHSIG = 1  # linux/prctl.h
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_stop_signals() -> None:
+    """For loader workers: a signal to the whole process group must not kill them before their rank has saved."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,238 @@
+"""One group's figures as SVG text. Colours are told apart by the colour-blind (Okabe and Ito), and in grey by markers and hatches."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+from src.study.comparison import Group, Point
+from src.study.statistics import Summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_SERIES = 8  # more curves in one plot cannot be told apart; the tables have them all
+MOST_EVALUATIONS = 100  # points drawn per accuracy curve
+
+_COLOUR = {"single": "#222222", "dp": "#d55e00", "ddp": "#0072b2"}
+_MARKER = {"single": "o", "dp": "s", "ddp": "^"}
+_LINES = ("-", "--", ":", "-.")
+_PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
+_WHOLE = ("compute and communication, not told apart", "#c9d3da", "..")
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's own font
+    "text.parse_math": False,  # a $ in a model's name is a $
+}
+
+
+def draw(group: Group) -> list[tuple[str, str]]:
+    """(caption, SVG) of every plot this group has figures for."""
+    plots = (_speed, _efficiency, _memory, _step_time, _accuracy)
+    drawn = [(plot.__doc__ or "", _svg(plot, group)) for plot in plots]
+    return [(caption, svg) for caption, svg in drawn if svg]
+
+
+def _svg(plot: Any, group: Group) -> str:
+    """Empty when `plot` finds nothing to draw."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{group.title}{plot.__name__}"}):
+        figure = Figure(figsize=(5.0, 3.4), layout="constrained")  # without pyplot: no display, no global state
+        axes = figure.add_subplot()
+        if not plot(axes, group):
+            return ""
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].rstrip()
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # matplotlib counts from 1 in every figure; a page's ids must be unique
+    return re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", svg)
+
+
+def _speed(axes: Axes, group: Group) -> bool:
+    """Images per second against devices: median, smallest and largest of the repeats; dotted: linear from single on 1 device."""
+    series = _series(group)
+    if not series:
+        return False
+    most = max(point.devices for _, points in series for point in points)
+    base = group.single.speed if group.single else None
+    if base and most > 1:
+        axes.plot([1, most], [base.median, base.median * most], ":", color="#777777", label="linear")
+    for place, (name, points) in enumerate(series):
+        _errorbars(axes, place, name, [(p, p.speed) for p in points])
+    _finish(axes, most, "images/s")
+    return True
+
+
+def _efficiency(axes: Axes, group: Group) -> bool:
+    """Efficiency against devices: speed-up over single on 1 device, divided by the devices; dotted: linear."""
+    series = [(name, [p for p in points if group.efficiency(p)]) for name, points in _series(group)]
+    series = [(name, points) for name, points in series if any(point.devices > 1 for point in points)]
+    if not series:
+        return False
+    most = max(point.devices for _, points in series for point in points)
+    axes.plot([1, most], [1, 1], ":", color="#777777", label="linear")
+    for place, (name, points) in enumerate(series):
+        _errorbars(axes, place, name, [(p, group.efficiency(p)) for p in points])
+    _finish(axes, most, "efficiency (1 = linear)")
+    return True
+
+
+def _memory(axes: Axes, group: Group) -> bool:
+    """Peak memory per device, first device hatched. One wide bar: one process, whose devices cannot be told apart."""
+    points = [point for point in group.points if point.peak_bytes][: 2 * MOST_SERIES]
+    if not points:
+        return False
+    for place, point in enumerate(points):
+        peaks = point.peak_bytes
+        width = 0.8 / len(peaks)
+        at = [place - 0.4 + width * (number + 0.5) for number in range(len(peaks))]
+        bars = axes.bar(
+            at,
+            [peak.median / 2**30 for peak in peaks],
+            width,
+            yerr=_errors(peaks, 2**-30),
+            color=_COLOUR.get(point.strategy, "#777777"),
+            edgecolor="white",
+            error_kw={"elinewidth": 0.8, "ecolor": "#999999"},
+            alpha=0.85,
+        )
+        bars.patches[0].set_hatch("///")
+    _name_bars(axes, points)
+    per = "resident set, GiB per process" if group.accelerator == "cpu" else "allocator peak, GiB per device"
+    axes.set_ylabel(per)
+    return True
+
+
+def _step_time(axes: Axes, group: Group) -> bool:
+    """Time of one step, split (medians). What is not measured apart is not split."""
+    points = [point for point in group.points if point.speed and point.measure("step_ms")][: 2 * MOST_SERIES]
+    if not points:
+        return False
+    for place, point in enumerate(points):
+        bottom = 0.0
+        for (name, colour, hatch), height in _parts(point):
+            label = name if name not in axes.get_legend_handles_labels()[1] else None
+            axes.bar(place, height, 0.6, bottom, color=colour, hatch=hatch, edgecolor="white", label=label)
+            bottom += height
+        step = point.measure("step_ms")
+        if step and step.count > 1:
+            axes.errorbar(place, step.median, yerr=_errors([step]), color="#222222", capsize=3, linewidth=0.8)
+    _name_bars(axes, points)
+    axes.set_ylabel("ms per step")
+    _legend(axes)
+    return True
+
+
+def _parts(point: Point) -> list[tuple[tuple[str, str, str], float]]:
+    """Style and milliseconds of the parts of a step, from the bottom of its bar to the top."""
+    step, wait, exposed = (point.measure(name) for name in ("step_ms", "data_wait", "exposed_ms"))
+    assert step is not None
+    data = step.median * wait.median if wait else 0.0
+    # single has no process group: its exposed communication is 0 by definition, not by measurement
+    communication = exposed.median if exposed else 0.0 if point.strategy == "single" else None
+    waited = [(_PARTS[0], data)] if wait else []
+    rest = step.median - data
+    if communication is None or communication > rest:
+        return [*waited, (_WHOLE, rest)]
+    return [*waited, (_PARTS[1], rest - communication), (_PARTS[2], communication)]
+
+
+def _accuracy(axes: Axes, group: Group) -> bool:
+    """Validation accuracy against wall time since the run's start; one curve per repeat."""
+    points = [point for point in group.points if point.speed][:MOST_SERIES]
+    for place, point in enumerate(points):
+        curves = [curve for run in point.runs if (curve := run.accuracy_curve())]
+        for number, curve in enumerate(curves):
+            thinned = curve[:: 1 + len(curve) // MOST_EVALUATIONS]
+            axes.plot(
+                *zip(*thinned, strict=True),
+                linestyle=_LINES[place % len(_LINES)],
+                marker=_MARKER.get(point.strategy, "D"),
+                markersize=3,
+                linewidth=1,
+                color=_shade(point.strategy, points.index(point)),
+                label=f"{point.label}" if number == 0 else None,
+            )
+    axes.set_xlabel("seconds since the run's start")
+    axes.set_ylabel("validation accuracy")
+    _legend(axes)
+    return bool(axes.lines)
+
+
+def _series(group: Group) -> list[tuple[str, list[Point]]]:
+    """Points that differ in devices only, as one curve; at most MOST_SERIES, the fastest."""
+    found: dict[str, list[Point]] = {}
+    for point in group.points:
+        if point.speed:
+            found.setdefault(", ".join(filter(None, (point.strategy, point.options))), []).append(point)
+
+    def top(points: list[Point]) -> float:
+        return max(point.speed.median for point in points if point.speed)
+
+    kept = sorted(found, key=lambda name: -top(found[name]))[:MOST_SERIES]
+    return [(name, points) for name, points in found.items() if name in kept]
+
+
+def _errorbars(axes: Axes, place: int, name: str, measured: list[tuple[Point, Summary | None]]) -> None:
+    known = [(point, summary) for point, summary in measured if summary]
+    strategy = known[0][0].strategy
+    summaries = [summary for _, summary in known]
+    axes.errorbar(
+        [point.devices for point, _ in known],
+        [summary.median for summary in summaries],
+        yerr=_errors(summaries),
+        label=name,
+        color=_COLOUR.get(strategy, "#777777"),
+        marker=_MARKER.get(strategy, "D"),
+        linestyle=_LINES[place % len(_LINES)],
+        markersize=5,
+        linewidth=1.2,
+        capsize=3,
+    )
+    hollow = [(point.devices, summary.median) for point, summary in known if point.needless_threads]
+    if hollow:
+        axes.plot(*zip(*hollow, strict=True), "o", markersize=11, markerfacecolor="none", color="#777777")
+
+
+def _errors(summaries: list[Summary], scale: float = 1) -> list[list[float]]:
+    below = [(summary.median - summary.low) * scale for summary in summaries]
+    return [below, [(summary.high - summary.median) * scale for summary in summaries]]
+
+
+def _shade(strategy: str, place: int) -> str:
+    return _COLOUR.get(strategy, "#777777")
+
+
+def _finish(axes: Axes, most: int, label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0.8, most + 0.2 if most > 1 else 1.2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel(label)
+    _legend(axes)
+
+
+def _name_bars(axes: Axes, points: list[Point]) -> None:
+    long = len(points) > 6 or any(point.options for point in points)
+    axes.set_xticks(range(len(points)), [p.label for p in points], rotation=40 if long else 0, ha="right" if long else "center")
+
+
+def _legend(axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) > 12 else 4)

@@ -1,0 +1,116 @@
+"""Hands a run's numbers to everyone who wants them: metrics.jsonl, TensorBoard, console. Rank 0's; other ranks record nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from src.config.schema import Config
+from src.records import MetricsLog, Result
+from src.telemetry.console import Console
+
+if TYPE_CHECKING:
+    from src.training.loop import StepReport
+    from src.training.metrics import Evaluation
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """The same numbers under the same names everywhere: train/loss, val/acc, lr …"""
+
+    def __init__(self, folder: Path, enabled: bool, console: Console, resume_step: int) -> None:
+        self._console = console
+        self._started = time.time()
+        self._metrics: MetricsLog | None = None
+        if enabled:
+            from src.telemetry.tensorboard import TensorBoard
+
+            self._metrics = MetricsLog(folder / "metrics.jsonl", resume_step)
+            self.tensorboard = TensorBoard(folder / "tensorboard", resume_step)
+
+    @property
+    def enabled(self) -> bool:
+        return self._metrics is not None
+
+    def step(self, report: StepReport, images_per_sec: float | None, devices: int, data_wait: float | None) -> None:
+        if self._metrics is None:
+            return
+        values = {
+            "train/loss": report.loss,
+            "lr": report.lr,
+            "train/grad_norm": report.grad_norm,
+            "train/images_per_sec": images_per_sec,
+            "train/images_per_sec_per_device": images_per_sec / devices if images_per_sec else None,
+            "train/data_wait": data_wait,
+        }
+        self._write(report.step, report.epoch, values)
+        self._console.step(report.step, report.loss, images_per_sec)
+
+    def evaluation(self, step: int, epoch: float, split: str, found: Evaluation, best: float | None) -> None:
+        if self._metrics is None:
+            return
+        values = {f"{split}/loss": found.loss, f"{split}/acc": found.acc, f"{split}/acc5": found.acc5}
+        self._write(step, epoch, values | ({} if best is None else {f"{split}/acc_best": best}))
+
+    def memory(self, step: int, epoch: float, entries: list[dict[str, Any]]) -> None:
+        if self._metrics is None:
+            return
+        values = {f"memory/{entry['device'].replace(':', '_')}_MiB": entry["peak_bytes"] / 2**20 for entry in entries}
+        busy = {f"utilisation/{e['device'].replace(':', '_')}": e["utilisation"] for e in entries if "utilisation" in e}
+        self._write(step, epoch, values | busy)
+
+    def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
+        """`mean` and `std` in 0..255, per channel."""
+        if self.enabled:
+            self.tensorboard.images("train/images", batch, mean / 255, std / 255, 0)
+
+    def epoch(self, epoch: int, epochs: int, loss: float, evaluations: dict[str, Evaluation], best: float) -> None:
+        """One line on the console."""
+        if self.enabled:
+            val = evaluations.get("val")
+            found = f"  val/loss {val.loss:.4f}  val/acc {val.acc:.4f}  best {best:.4f}" if val else ""
+            log.info("epoch %d/%d  train/loss %.4f%s", epoch, epochs, loss, found)
+
+    def end(self, config: Config, result: Result, evaluations: dict[str, Evaluation], classes: list[str]) -> None:
+        """What is shown once: confusion matrix, config, hparams."""
+        if self.enabled:
+            for split, found in evaluations.items():
+                self.tensorboard.confusion(f"{split}/confusion", found.confusion, classes, result.steps)
+            self.tensorboard.text("config", json.dumps(dataclasses.asdict(config), indent=2))
+            metrics = {"val/acc": result.val["acc"], "val/acc_best": result.val["acc_best"], "val/loss": result.val["loss"]}
+            self.tensorboard.hparams(_hparams(config), metrics)
+        self.close()
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self.tensorboard.close()
+
+    def _write(self, step: int, epoch: float, values: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        present = {name: value for name, value in values.items() if value is not None}
+        self._metrics.write(step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present)
+        self.tensorboard.scalars(present, step)
+
+
+def _hparams(config: Config) -> dict[str, Any]:
+    """The settings people compare runs by."""
+    return {
+        "model": config.model.name,
+        "strategy": config.parallel.strategy,
+        "devices": config.parallel.devices,
+        "batch_size": config.data.batch_size or config.data.batch_size_per_device,
+        "opt": config.optim.opt,
+        "lr": config.optim.lr,
+        "weight_decay": config.optim.weight_decay,
+        "epochs": config.train.epochs,
+        "precision": config.train.precision,
+        "seed": config.seed,
+    }

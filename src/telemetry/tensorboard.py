@@ -1,0 +1,70 @@
+"""TensorBoard, written by rank 0 alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TensorBoard:
+    """Curves, images, a confusion matrix, the config as text, and hparams, all in one run."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        """What an earlier attempt wrote after `resume_step` is purged, so that no step is drawn twice."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
+
+    def scalars(self, values: dict[str, float | None], step: int) -> None:
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+
+    def images(self, name: str, images: Tensor, mean: Tensor, std: Tensor, step: int) -> None:
+        """A grid of up to 32 normalised images [B, C, H, W], shown as they were before normalisation."""
+        from torchvision.utils import make_grid
+
+        shown = (images[:32].detach().float().cpu() * std.cpu() + mean.cpu()).clamp(0, 1)
+        if shown.shape[1] not in (1, 3):
+            shown = shown[:, :1]
+        if shown.shape[-1] < 64:  # tiny images are hard to see
+            shown = torch.nn.functional.interpolate(shown, scale_factor=4)
+        self._writer.add_image(name, make_grid(shown, nrow=8), step)
+
+    def confusion(self, name: str, counts: Tensor, classes: list[str], step: int) -> None:
+        """A confusion matrix [true, predicted] of counts, shaded by the share of each true class."""
+        self._writer.add_figure(name, _confusion_figure(counts, classes), step)
+
+    def text(self, name: str, text: str) -> None:
+        self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
+
+    def hparams(self, settings: dict[str, Any], metrics: dict[str, float | None]) -> None:
+        plain = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()}
+        finite = {f"hparam/{key}": value for key, value in metrics.items() if value is not None}
+        self._writer.add_hparams(plain, finite, run_name=".")  # else it opens a run of its own
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _confusion_figure(counts: Tensor, classes: list[str]) -> Any:
+    from matplotlib.figure import Figure
+
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    size = min(3 + 0.35 * len(classes), 12)
+    figure = Figure(figsize=(size, size), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(classes) <= 40:
+        axes.set_xticks(range(len(classes)), classes, rotation=90)
+        axes.set_yticks(range(len(classes)), classes)
+    if len(classes) <= 20:
+        for (row, column), count in zip(torch.cartesian_prod(*[torch.arange(len(classes))] * 2).tolist(), counts.flatten(), strict=True):
+            if count:
+                axes.text(column, row, str(int(count)), ha="center", va="center", color="white" if shares[row, column] > 0.5 else "black")
+    return figure

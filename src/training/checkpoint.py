@@ -1,0 +1,157 @@
+"""Checkpoints: written whole or not at all, checked when read, loaded with `weights_only=True`.
+
+`last.pt` is the newest, `best.pt` has the best evaluation so far, `step_N.pt` are the newest few. Weights are those of
+the bare model, so that any strategy and plain timm can load them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from src.training.loop import Progress, Trainee
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+
+
+def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
+    """Write `step_N.pt`, and make it `last.pt` (and `best.pt`). Returns the path of last.pt.
+
+    Errors: OSError naming the folder when the disk is full; earlier checkpoints stay as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = folder / f"step_{step}.pt"
+    try:
+        _replace(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
+        for name in ["last.pt"] + (["best.pt"] if is_best else []):
+            _replace(folder / name, lambda temporary: _link(newest, temporary))
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); earlier checkpoints are untouched"
+        ) from None
+    for old in sorted(folder.glob("step_*.pt"), key=_step_of)[:-keep]:
+        old.unlink()
+    return folder / "last.pt"
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The contents of a checkpoint. Errors: ValueError in one line with file and reason."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such checkpoint")
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not notice a flipped byte in a tensor; the CRCs do
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"checksum of {damaged} is wrong")
+        contents = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path}: damaged or no checkpoint ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(contents, dict) or "model" not in contents:
+        raise ValueError(f"{path}: not a checkpoint of this project")
+    if contents["format"] > FORMAT:
+        raise ValueError(f"{path}: format {contents['format']} is newer than this code reads ({FORMAT}); update the code")
+    return contents
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest good checkpoint of a run folder, None where it has none. A damaged one is said and passed over.
+
+    Errors: ValueError when there are checkpoints, but none is good.
+    """
+    checkpoints = folder / "checkpoints"
+    steps = sorted(checkpoints.glob("step_*.pt"), key=_step_of, reverse=True)
+    complaints = []
+    for path in [checkpoints / "last.pt", *steps, checkpoints / "best.pt"]:
+        if not path.exists():
+            continue
+        try:
+            load(path)
+            return path
+        except ValueError as error:
+            complaints.append(str(error))
+            log.warning("%s; trying an older one", error)
+    if complaints:
+        raise ValueError("; ".join(complaints))
+    return None
+
+
+def snapshot(trainee: Trainee, progress: Progress, classes: list[str], made_by: dict[str, Any]) -> dict[str, Any]:
+    """Everything a run needs to go on: tensors and plain values. Schedule and random draws are functions of the step."""
+    return {
+        "model": trainee.model.state_dict(),
+        "optimizer": trainee.optimizer.state_dict(),
+        "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
+        "ema": None if trainee.ema is None else trainee.ema.module.state_dict(),
+        "progress": dataclasses.asdict(progress),
+        "classes": list(classes),
+        "made_by": made_by,
+    }
+
+
+def restore(trainee: Trainee, contents: dict[str, Any]) -> Progress:
+    """Put a snapshot back. Errors: ValueError when it is of another model or optimizer."""
+    restore_weights(trainee.model, contents)
+    progress = Progress(**contents["progress"])
+    try:
+        trainee.optimizer.load_state_dict(contents["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"resume: the checkpoint is of another optimizer ({error})") from None
+    if trainee.schedule is not None:
+        trainee.schedule.step_update(progress.step)
+    if trainee.scaler is not None and contents["scaler"] is not None:
+        trainee.scaler.load_state_dict(contents["scaler"])
+    if trainee.ema is not None and contents["ema"] is not None:
+        trainee.ema.module.load_state_dict(contents["ema"])
+    return progress
+
+
+def restore_weights(model: nn.Module, contents: dict[str, Any]) -> None:
+    """Errors: ValueError when the weights are of another architecture."""
+    try:
+        model.load_state_dict(contents["model"])
+    except RuntimeError as error:
+        raise ValueError(f"resume: the checkpoint is of another model ({' '.join(str(error).split())[:300]})") from None
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Temporary name, fsync of file and folder, rename: a crash at any moment leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link costs no space and no time; where the file system has none, a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))

@@ -1,0 +1,94 @@
+"""Exact evaluation: every image counts once; counts and sums are added over the ranks and divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from src.parallel.single import Single
+
+
+@dataclass
+class Evaluation:
+    """Counts over a whole split, of all ranks."""
+
+    samples: int
+    correct: int
+    correct5: int | None  # None with fewer than 6 classes
+    loss_sum: float
+    confusion: Tensor  # int64 [classes, classes]: rows are true classes, columns predicted ones
+
+    @property
+    def acc(self) -> float:
+        return self.correct / self.samples
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.samples
+
+    @property
+    def acc5(self) -> float | None:
+        return None if self.correct5 is None else self.correct5 / self.samples
+
+    @property
+    def acc_per_class(self) -> list[float | None]:
+        """None for a class without samples."""
+        totals = self.confusion.sum(1).tolist()
+        hits = self.confusion.diag().tolist()
+        return [hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
+
+    def numbers(self) -> dict[str, Any]:
+        """As they stand in result.json."""
+        return {
+            "loss": self.loss,
+            "acc": self.acc,
+            "acc5": self.acc5,
+            "correct": self.correct,
+            "samples": self.samples,
+            "acc_per_class": self.acc_per_class,
+        }
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    strategy: Single,
+    num_samples: int,
+    num_classes: int,
+    autocast: torch.dtype | None,
+) -> Evaluation:
+    """Evaluate the bare `model`, whose buffers must be equal on all ranks, on this rank's share of `num_samples`.
+
+    Losses are plain cross entropy, without smoothing. Errors: AssertionError when a sample was missed or counted twice.
+    """
+    model.eval()
+    device = strategy.device
+    confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+    within5 = torch.zeros((), dtype=torch.int64, device=device)
+    loss_sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    for images, labels in batches:
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            outputs = model(images)
+        outputs = outputs.float()
+        loss_sum += functional.cross_entropy(outputs, labels, reduction="none").to(loss_sum.dtype).sum()
+        predicted = outputs[:, :num_classes].argmax(1)
+        confusion += torch.bincount(labels * num_classes + predicted, minlength=num_classes * num_classes)
+        if num_classes > 5:
+            within5 += (outputs.topk(5, 1).indices == labels[:, None]).any(1).sum()
+    confusion = strategy.sum(confusion).view(num_classes, num_classes).cpu()
+    samples = int(confusion.sum())
+    assert samples == num_samples, f"{samples} samples evaluated instead of {num_samples}"
+    return Evaluation(
+        samples=samples,
+        correct=int(confusion.diag().sum()),
+        correct5=int(strategy.sum(within5)) if num_classes > 5 else None,
+        loss_sum=float(strategy.sum(loss_sum)),
+        confusion=confusion,
+    )

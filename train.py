@@ -1,0 +1,83 @@
+"""Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
+
+Short on purpose: the command line is composed and checked before torch is imported, once; then ranks start as processes
+of their own and read the frozen config of their run folder (src/launch/). What a run does stands in src/run.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from src.launch.ranks import Ranks, ranks_from_environment
+
+
+def main() -> int:
+    """Returns the exit code: 0 done, 1 failed, 2 refused, 128 + signal when stopped by one."""
+    try:
+        ranks = ranks_from_environment(os.environ)
+        if ranks is not None and not ranks.is_first:
+            from src.launch.outside import follow
+
+            return follow(ranks)
+        return _lead(ranks)
+    except ValueError as error:
+        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _lead(ranks: Ranks | None) -> int:
+    from hydra._internal.utils import get_args_parser
+
+    arguments = get_args_parser().parse_args()
+    if arguments.experimental_rerun is not None:
+        raise ValueError("--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>")
+    if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.multirun, arguments.info, arguments.shell_completion)):
+        return _hydra_habits(arguments)
+    if ranks is None:
+        return _run(arguments, None)
+    try:
+        return _run(arguments, ranks)
+    except ValueError as error:
+        from src.launch.outside import refuse_followers
+
+        refuse_followers(str(error), ranks)
+        raise
+
+
+def _run(arguments: Any, ranks: Ranks | None) -> int:
+    """One run: compose, claim the run folder, start the ranks (or, under torchrun, be rank 0)."""
+    from src.config.compose import compose_command, run_in_hydra
+    from src.config.resolve import resolve
+    from src.data.folders import check_data
+    from src.launch.job import run_job
+    from src.launch.outside import lead, remembered_folder
+    from src.records import claim_folder
+
+    command = compose_command(arguments)
+    check_data(command.config.data)
+    config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    folder = (ranks and remembered_folder(ranks, config)) or claim_folder(command.run_dir)
+    if ranks is None:
+        return run_in_hydra(command, folder, lambda: run_job(config, folder))
+    return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))
+
+
+def _hydra_habits(arguments: Any) -> int:
+    """--help, --cfg, --info, shell completion and --multirun, as Hydra does them."""
+    import hydra
+
+    from src.config.compose import VERSION_BASE, store_schema
+
+    store_schema()
+    hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(_sweep_job)()
+    return 0
+
+
+def _sweep_job(tree: Any) -> None:
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    sys.exit(main())
