@@ -32,8 +32,19 @@ def _lead(ranks: Ranks | None) -> int:
 
     arguments = get_args_parser().parse_args()
     if arguments.experimental_rerun is not None:
-        raise ValueError("--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>")
-    if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.multirun, arguments.info, arguments.shell_completion)):
+        raise ValueError(
+            "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
+        )
+    if any(
+        (
+            arguments.help,
+            arguments.hydra_help,
+            arguments.cfg,
+            arguments.multirun,
+            arguments.info,
+            arguments.shell_completion,
+        )
+    ):
         return _hydra_habits(arguments)
     if ranks is None:
         return _run(arguments, None)
@@ -47,18 +58,23 @@ def _lead(ranks: Ranks | None) -> int:
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:
-    """One run: compose, claim the run folder, start the ranks (or, under torchrun, be rank 0)."""
+    """One run: compose, check, claim or reopen the run folder, start the ranks (or, under torchrun, be rank 0)."""
     from src.config.compose import compose_command, run_in_hydra
     from src.config.resolve import resolve
     from src.data.folders import check_data
     from src.launch.job import run_job
     from src.launch.outside import lead, remembered_folder
+    from src.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
     from src.records import claim_folder
 
-    command = compose_command(arguments)
+    command = compose_command(with_saved_overrides(arguments))
     check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
-    folder = (ranks and remembered_folder(ranks, config)) or claim_folder(command.run_dir)
+    folder = remembered_folder(ranks, config) or folder_to_resume(config)
+    if folder is None:
+        folder = claim_folder(command.run_dir)
+    else:
+        check_resumable(config, folder)
     if ranks is None:
         return run_in_hydra(command, folder, lambda: run_job(config, folder))
     return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from src.config.resolve import global_batch, learning_rate
 from src.config.schema import Config
 from src.data.augment import evaluation_transform, train_transform
-from src.data.datasets import Images, InMemory, Split, build_images
+from src.data.datasets import Images, InMemory, build_images
 from src.data.loading import DeviceFeed, Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
 from src.model import build_ema, build_model, normalisation
 from src.optim import build_optimizer, build_schedule
@@ -42,17 +43,18 @@ class Parts:
 
 def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
     """Build the parts of a resolved config. Errors: ValueError for arguments that data, model or optimizer refuse."""
-    images = build_images(config.data)
-    model = build_model(config.model, images, config.data.image_size or images.image_size, strategy.device)
-    train, evaluation = _build_loaders(config, images, strategy, model, local_world_size)
+    images, model, evaluation = build_evaluation(config, strategy, local_world_size)
+    train = _build_train(config, images, strategy, model, local_world_size)
     steps_per_epoch = train.batches_per_epoch // config.train.accumulate
     if steps_per_epoch == 0:
-        raise ValueError(f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches")
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches"
+        )
     optimizer = build_optimizer(config.optim, learning_rate(config), model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     criterion = build_criterion(config.train, config.data.augment).to(strategy.device)
     autocast = AUTOCAST[config.train.precision]
-    compiled = torch.compile(model) if config.model.compile else model
+    compiled: Any = torch.compile(model) if config.model.compile else model
     trainee = Trainee(
         model=model,
         wrapped=strategy.wrap(compiled, criterion, autocast),
@@ -72,30 +74,42 @@ def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
         meter=Meter(global_batch(config) * config.train.accumulate, strategy.device.type == "cpu"),
         autocast=autocast,
         steps_per_epoch=steps_per_epoch,
-        total_steps=min(config.train.epochs * steps_per_epoch, config.train.max_steps or config.train.epochs * steps_per_epoch),
+        total_steps=min(
+            config.train.epochs * steps_per_epoch, config.train.max_steps or config.train.epochs * steps_per_epoch
+        ),
     )
 
 
-def _build_loaders(
-    config: Config, images: Images, strategy: Single, model: torch.nn.Module, local_world_size: int
-) -> tuple[TrainLoader, dict[str, Loader]]:
-    mean, std, crop_pct = normalisation(model, images)
-    feed = DeviceFeed(strategy.device, mean, std, config.model.channels_last)
-    batch, rank, world = global_batch(config), strategy.rank, strategy.world_size
-
-    def workers(split: Split) -> int:
-        return num_workers(config.data, split, local_world_size)
-
-    def resize(split: Split) -> int | None:
-        return None if isinstance(split, InMemory) else config.data.image_size or images.image_size
-
-    train_split = images.train
-    requests = train_requests(train_split, batch, rank, world, config.seed, config.data.limit_train)
-    augment = train_transform(config.data.augment, config.data.image_size or images.image_size, not isinstance(train_split, InMemory))
-    train = TrainLoader(Reader(train_split, augment, config.seed), requests, feed, workers(train_split))
-    evaluation = {}
+def build_evaluation(
+    config: Config, strategy: Single, local_world_size: int = 1
+) -> tuple[Images, torch.nn.Module, dict[str, Loader]]:
+    """(dataset, model with fresh weights, this rank's loaders of val and test)."""
+    images = build_images(config.data)
+    size = config.data.image_size or images.image_size
+    model = build_model(config.model, images, size, strategy.device)
+    feed, crop_pct = _feed(config, images, strategy, model)
+    loaders = {}
     for name, split in (("val", images.val), ("test", images.test)):
         if split is not None:
-            reader = Reader(split, evaluation_transform(resize(split), crop_pct), config.seed)
-            evaluation[name] = Loader(reader, evaluation_requests(split, batch, rank, world), feed, workers(split))
-    return train, evaluation
+            resize_to = None if isinstance(split, InMemory) else size
+            reader = Reader(split, evaluation_transform(resize_to, crop_pct), config.seed)
+            requests = evaluation_requests(split, global_batch(config), strategy.rank, strategy.world_size)
+            loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
+    return images, model, loaders
+
+
+def _build_train(
+    config: Config, images: Images, strategy: Single, model: torch.nn.Module, local_world_size: int
+) -> TrainLoader:
+    split, size = images.train, config.data.image_size or images.image_size
+    feed, _ = _feed(config, images, strategy, model)
+    reader = Reader(split, train_transform(config.data.augment, size, not isinstance(split, InMemory)), config.seed)
+    requests = train_requests(
+        split, global_batch(config), strategy.rank, strategy.world_size, config.seed, config.data.limit_train
+    )
+    return TrainLoader(reader, requests, feed, num_workers(config.data, split, local_world_size))
+
+
+def _feed(config: Config, images: Images, strategy: Single, model: torch.nn.Module) -> tuple[DeviceFeed, float]:
+    mean, std, crop_pct = normalisation(model, images)
+    return DeviceFeed(strategy.device, mean, std, config.model.channels_last), crop_pct

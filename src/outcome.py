@@ -60,7 +60,9 @@ def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progre
         on += f" of {parallel.threads_per_device} thread{'s' * (int(parallel.threads_per_device) > 1)}"
         on += " (threads on CPU: its speed says nothing about GPUs)" if strategy.kind == "dp" else ""
     rate, rule = learning_rate(config), config.optim.lr_rule
-    scaled = "" if rule == "none" else f" = {config.optim.lr:g} x {rule} rule to batch {batch * config.train.accumulate}"
+    scaled = (
+        "" if rule == "none" else f" = {config.optim.lr:g} x {rule} rule to batch {batch * config.train.accumulate}"
+    )
     dropped = parts.train.requests.shard.dropped
     chunks = strategy.chunk_sizes(batch)
     per_device = str(chunks[0]) if len(set(chunks)) == 1 else str(chunks)
@@ -71,7 +73,8 @@ def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progre
         "model": f"{config.model.name}, {count_parameters(parts.trainee.model):,} parameters, {config.train.precision}",
         "data": f"{config.data.name}, {parts.train.requests.shard.total:,} training images, {dropped} dropped per epoch",
         "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
-        "batch": f"{batch} global, {per_device} per device" + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
+        "batch": f"{batch} global, {per_device} per device"
+        + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
         "steps": steps + (f", from {progress.step}" if progress.step else ""),
         "lr": f"{rate:g}{scaled}, {config.optim.sched}",
         "folder": str(folder),
@@ -113,7 +116,9 @@ def collect(run: Run, proof: Proof) -> Result:
         communication=strategy.communication(parts.trainee.model, parts.trainee.wrapped),
         seconds=_seconds(parts.meter.first_step_at),
         parameters_hash=digest,
-        checkpoint="checkpoints/best.pt" if (run.folder / "checkpoints" / "best.pt").exists() else "checkpoints/last.pt",
+        checkpoint="checkpoints/best.pt"
+        if (run.folder / "checkpoints" / "best.pt").exists()
+        else "checkpoints/last.pt",
         proof={
             "parameters_hash_start": proof.parameters_hash,
             "hashes_equal": equal,
@@ -157,7 +162,9 @@ def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:
 
 
 def _state_bytes(optimizer: Any) -> int:
-    tensors = (value for state in optimizer.state.values() for value in state.values() if hasattr(value, "element_size"))
+    tensors = (
+        value for state in optimizer.state.values() for value in state.values() if hasattr(value, "element_size")
+    )
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

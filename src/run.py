@@ -21,7 +21,7 @@ from src.records import write_result
 from src.telemetry.console import Console, print_config
 from src.telemetry.recorder import Recorder
 from src.training import checkpoint
-from src.training.loop import NotFiniteError, Progress, train_epoch
+from src.training.loop import Progress, train_epoch
 from src.training.metrics import Evaluation, evaluate
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ class Run:
         if last or (every and progress.epoch % every == 0):
             is_best = self.evaluate("val", ended)
         self.recorder.memory(progress.step, ended, self.strategy.memory())
-        self.recorder.epoch(progress.epoch, self.config.train.epochs, self.train_loss, self.evaluations, progress.best_acc)
+        self.recorder.epoch(
+            progress.epoch, self.config.train.epochs, self.train_loss, self.evaluations, progress.best_acc
+        )
         self.save(is_best)
 
     def evaluate(self, split: str, epoch: float) -> bool:
@@ -164,7 +166,9 @@ class Run:
         if self.strategy.is_first:
             made_by = {"strategy": self.strategy.kind, "devices": int(self.config.parallel.devices)}
             contents = checkpoint.snapshot(self.parts.trainee, self.progress, self.parts.images.class_names, made_by)
-            checkpoint.save(self.folder / "checkpoints", contents, self.progress.step, self.config.checkpoint.keep, is_best)
+            checkpoint.save(
+                self.folder / "checkpoints", contents, self.progress.step, self.config.checkpoint.keep, is_best
+            )
 
     def show_images(self) -> None:
         """The first training batch as the model will see it."""

@@ -22,7 +22,10 @@ from src.config.schema import Config
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
-HYDRA_TARGETS = ("hydra._internal.core_plugins.basic_launcher.BasicLauncher", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
+HYDRA_TARGETS = (
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+)
 
 
 @dataclass
@@ -107,9 +110,18 @@ def freeze(config: Config, folder: Path) -> None:
     from src.records import write_text
 
     hydra = (CONF / "hydra" / "default.yaml").read_text(encoding="utf-8")
-    block = OmegaConf.masked_copy(OmegaConf.create(hydra), ["run", "sweep", "job"])
+    whole = OmegaConf.create(hydra)
+    assert isinstance(whole, DictConfig)
+    block = OmegaConf.masked_copy(whole, ["run", "sweep", "job"])
     header = f"# Runs again: python train.py --config-path {folder.resolve()} --config-name config\n"
-    body = {"defaults": ["schema", "_self_", {"override hydra/hydra_logging": "none"}, {"override hydra/job_logging": "none"}]}
+    body = {
+        "defaults": [
+            "schema",
+            "_self_",
+            {"override hydra/hydra_logging": "none"},
+            {"override hydra/job_logging": "none"},
+        ]
+    }
     tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
 
@@ -210,7 +222,9 @@ def _check_hydra_targets(tree: DictConfig) -> None:
         if target is not None and target not in HYDRA_TARGETS:
             raise ValueError(f"hydra.{section}._target_={target}: not allowed; allowed: {', '.join(HYDRA_TARGETS)}")
     if tree.get("callbacks"):
-        raise ValueError(f"hydra.callbacks.{next(iter(tree.callbacks))}: callbacks are not allowed; a config imports nothing")
+        raise ValueError(
+            f"hydra.callbacks.{next(iter(tree.callbacks))}: callbacks are not allowed; a config imports nothing"
+        )
 
 
 def _explain(error: OmegaConfBaseException) -> str:

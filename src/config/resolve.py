@@ -75,7 +75,9 @@ def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
     parallel = config.parallel
     if world_size is not None and parallel.strategy == "ddp":
         if parallel.devices not in ("auto", world_size):
-            raise ValueError(f"parallel.devices={parallel.devices}: torchrun started {world_size} ranks; leave it at auto")
+            raise ValueError(
+                f"parallel.devices={parallel.devices}: torchrun started {world_size} ranks; leave it at auto"
+            )
         parallel.devices = world_size
     elif parallel.devices == "auto":
         if parallel.strategy == "single":
@@ -104,14 +106,18 @@ def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
         return
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None:
-            raise ValueError(f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices, but this run is on {parallel.accelerator}")
+            raise ValueError(
+                f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices, but this run is on {parallel.accelerator}"
+            )
     if parallel.backend == "nccl":
         raise ValueError(f"parallel.backend=nccl: needs CUDA, but this run is on {parallel.accelerator}; use gloo")
     if parallel.accelerator == "mps":
         if not machine.has_mps():
             raise ValueError("parallel.accelerator=mps: no Apple GPU here; use cpu or auto")
         if parallel.strategy != "single":
-            raise ValueError(f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu")
+            raise ValueError(
+                f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu"
+            )
     if config.model.sync_bn:
         raise ValueError("model.sync_bn=true: torch's SyncBatchNorm works on CUDA only")
 
@@ -123,5 +129,7 @@ def _check_batch(config: Config) -> None:
     if batch % devices and strategy == "ddp":  # dp may have unequal chunks; their sizes are recorded
         below, above = batch // devices * devices, (batch // devices + 1) * devices
         raise ValueError(f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}")
-    if (config.data.augment.mixup or config.data.augment.cutmix) and (batch // devices if strategy == "ddp" else batch) % 2:
+    if (config.data.augment.mixup or config.data.augment.cutmix) and (
+        batch // devices if strategy == "ddp" else batch
+    ) % 2:
         raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")

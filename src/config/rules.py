@@ -22,7 +22,16 @@ DDP_ONLY = (
     "gradient_as_bucket_view",
     "static_graph",
 )
-OBJECTIVES = ("val/acc", "val/acc_best", "val/acc5", "val/loss", "train/loss", "test/acc", "test/loss", "images_per_sec")
+OBJECTIVES = (
+    "val/acc",
+    "val/acc_best",
+    "val/acc5",
+    "val/loss",
+    "train/loss",
+    "test/acc",
+    "test/loss",
+    "images_per_sec",
+)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -102,18 +111,26 @@ def _batch(config: Config) -> None:
 def _strategy(config: Config) -> None:
     parallel, model, strategy = config.parallel, config.model, config.parallel.strategy
     if strategy == "single" and parallel.devices not in ("auto", 1):
-        raise ValueError(f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp")
+        raise ValueError(
+            f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp"
+        )
     for owner, keys in (("dp", DP_ONLY), ("ddp", DDP_ONLY)):
         for key in keys:
             if getattr(parallel, key) is not None and strategy != owner:
-                raise ValueError(f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}")
+                raise ValueError(
+                    f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
+                )
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None and strategy not in ("dp", "ddp"):
-            raise ValueError(f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}")
+            raise ValueError(
+                f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
+            )
     if parallel.max_restarts and strategy != "ddp":
         raise ValueError(f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}")
     if model.compile and strategy == "dp":
-        raise ValueError("model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single")
+        raise ValueError(
+            "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
+        )
     if model.sync_bn and strategy != "ddp":
         raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
 

@@ -69,7 +69,9 @@ def _timm_auto_augment(text: str, size: int) -> Transform:
     from torchvision.transforms.v2 import functional
 
     build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(text[:4], auto_augment_transform)
-    policy: Any = build(text, {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)})  # as timm's transforms
+    policy: Any = build(
+        text, {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}
+    )  # as timm's transforms
 
     def apply(image: Tensor) -> Tensor:
         return functional.pil_to_tensor(policy(functional.to_pil_image(image)))

@@ -42,7 +42,9 @@ def check_folder_root(root: Path) -> None:
     for split in ("train", "val"):
         folder = root / split
         if not folder.is_dir():
-            raise ValueError(f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/")
+            raise ValueError(
+                f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/"
+            )
     train = class_names(root / "train")
     if len(train) < 2:
         found = f"only the class {train[0]}" if train else "no class folders"

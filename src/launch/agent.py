@@ -99,7 +99,10 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
     ended = Ended()
     command = worker_command(folder)
-    with _signal_handlers(None), _exported(environment):  # the agent installs handlers of its own and leaves them behind
+    with (
+        _signal_handlers(None),
+        _exported(environment),
+    ):  # the agent installs handlers of its own and leaves them behind
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:

@@ -70,10 +70,10 @@ def follow(ranks: Ranks) -> int:
     return run_rank(read_frozen(folder), folder, ranks, store)
 
 
-def remembered_folder(ranks: Ranks, config: Config) -> Path | None:
+def remembered_folder(ranks: Ranks | None, config: Config) -> Path | None:
     """The run folder of this job's earlier attempt, after the agent has restarted the ranks."""
     path = _note(config)
-    if ranks.restart_count == 0 or not path.exists():
+    if ranks is None or ranks.restart_count == 0 or not path.exists():
         return None
     return Path(path.read_text(encoding="utf-8"))
 

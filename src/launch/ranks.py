@@ -44,7 +44,9 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
             raise ValueError(f"{name}={environment[name]}: not a whole number; start ranks with torchrun, or unset it")
         values[name.lower()] = int(environment[name])
     if values["rank"] >= values["world_size"] or values["local_rank"] >= values["local_world_size"]:
-        raise ValueError(f"RANK={values['rank']}: not below WORLD_SIZE={values['world_size']}; start ranks with torchrun")
+        raise ValueError(
+            f"RANK={values['rank']}: not below WORLD_SIZE={values['world_size']}; start ranks with torchrun"
+        )
     return Ranks(**values, restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 

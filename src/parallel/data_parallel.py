@@ -140,8 +140,10 @@ def _replica(module: nn.Module, first: bool) -> nn.Module:
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else _replica(child, first)
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            setattr(replica, name, parameter.clone() if torch.is_grad_enabled() else parameter)  # a non-leaf copy
+        if parameter is None:
+            replica._parameters[name] = None
+        else:  # not a leaf, so no longer a Parameter: gradients flow through the clone to the original
+            setattr(replica, name, parameter.clone() if torch.is_grad_enabled() else parameter.detach())
     for name, buffer in module._buffers.items():
         if buffer is not None:
             replica._buffers[name] = buffer if first else buffer.clone()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from src.config.schema import ParallelConfig
@@ -25,11 +26,11 @@ class Distributed(Single):
 
     kind = "ddp"
 
-    def __init__(self, config: ParallelConfig, ranks: Ranks, store: dist.Store) -> None:
+    def __init__(self, config: ParallelConfig, ranks: Ranks, store: Store) -> None:
         super().__init__(config, ranks)
         dist.init_process_group(
             config.backend,
-            store=dist.PrefixStore("process_group", store),
+            store=PrefixStore("process_group", store),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=config.start_timeout),  # torch's own: 30 min (gloo), 10 min (NCCL)

@@ -45,7 +45,7 @@ class Single:
 
     def _choose_devices(self) -> list[torch.device]:
         self._refuse_blind_torch()
-        return [torch.device(self.config.accelerator, 0 if self.config.accelerator == "cuda" else None)]
+        return [torch.device("cuda:0" if self.config.accelerator == "cuda" else self.config.accelerator)]
 
     def _refuse_blind_torch(self) -> None:
         if self.config.accelerator == "cuda" and not torch.cuda.is_available():
@@ -91,7 +91,7 @@ class Single:
         """(hash of all parameters, whether it is the same on all ranks)."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         hashes = self.gather(digest.hexdigest()[:16])
         return hashes[0], len(set(hashes)) == 1
 

@@ -60,7 +60,8 @@ def _too_few(group: Group, measured: list[Point]) -> Recommendation:
     few = ", ".join(f"{point.label} has {point.speed.count}" for point in group.unranked() if point.speed)
     sentence = (
         f"Too few repeats to rank (a ranking needs {FEWEST_REPEATS} of every point; {few}). "
-        f"The highest median so far is {first.label}: {with_range(first.speed)} images/s. Repeat with sweep.repeats=5 before relying on it."
+        f"The highest median so far is {first.label}: {with_range(first.speed)} images/s. "
+        "Repeat with sweep.repeats=5 before relying on it."
     )
     return Recommendation(group, sentence, command(first.runs[0]), first)
 

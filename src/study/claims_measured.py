@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from src.study.advice import figure, with_range
 from src.study.comparison import Group
-from src.study.evidence import BOTH, FAILS, HOLDS, THREADS, UNMEASURED, Evidence, Finding
-from src.study.evidence import gib, listing, missing, runs_of, weigh
+from src.study.evidence import (
+    BOTH,
+    FAILS,
+    HOLDS,
+    THREADS,
+    UNMEASURED,
+    Evidence,
+    Finding,
+    gib,
+    listing,
+    missing,
+    runs_of,
+    weigh,
+)
 from src.study.statistics import Order, compare, compare_with, ratio
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear

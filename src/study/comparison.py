@@ -25,9 +25,11 @@ MEASURES = (
     "accuracy",
 )
 # Settings that do not change what is trained, or by which points and repeats of one group differ on purpose.
-_NOT_A_SETTING = ("parallel.", "paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags")
-_NOT_A_SETTING += ("task_name", "seed", "resume", "print_config", "optimized_metric")
-_NOT_A_SETTING += ("model.name", "data.batch_size", "data.workers")  # the group's model and batch; how data are read
+_NOT_A_SETTING = (
+    *("parallel.", "paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
+    *("task_name", "seed", "resume", "print_config", "optimized_metric"),
+    *("model.name", "data.batch_size", "data.workers"),  # the group's own model and batch; how images are read
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
         kind, batch = _batch(run)
         words = _words(run, settings) if run.config else ""
         found[hardware(run), run.accelerator, run.result.model or "—", kind, batch, words].append(run)
-    groups = [Group(*key, _points(members)) for key, members in found.items()]
+    groups = [Group(*key, points=_points(members)) for key, members in found.items()  # type: ignore[misc]]
     return sorted(groups, key=lambda g: (-len(g.points), g.hardware, g.title))
 
 

@@ -1,4 +1,4 @@
-"""One group's figures as SVG text. Colours are told apart by the colour-blind (Okabe and Ito), and in grey by markers and hatches."""
+"""One group's figures as SVG text: Okabe and Ito's colours for the colour-blind, markers and hatches for grey print."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_EVALUATIONS = 100  # points drawn per accuracy curve
 
 _COLOUR = {"single": "#222222", "dp": "#d55e00", "ddp": "#0072b2"}
 _MARKER = {"single": "o", "dp": "s", "ddp": "^"}
-_LINES = ("-", "--", ":", "-.")
+_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
 _WHOLE = ("compute and communication, not told apart", "#c9d3da", "..")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
@@ -37,8 +37,7 @@ _STYLE = {
 
 def draw(group: Group) -> list[tuple[str, str]]:
     """(caption, SVG) of every plot this group has figures for."""
-    plots = (_speed, _efficiency, _memory, _step_time, _accuracy)
-    drawn = [(plot.__doc__ or "", _svg(plot, group)) for plot in plots]
+    drawn = [(caption, _svg(plot, group)) for plot, caption in _PLOTS]
     return [(caption, svg) for caption, svg in drawn if svg]
 
 
@@ -62,7 +61,6 @@ def _svg(plot: Any, group: Group) -> str:
 
 
 def _speed(axes: Axes, group: Group) -> bool:
-    """Images per second against devices: median, smallest and largest of the repeats; dotted: linear from single on 1 device."""
     series = _series(group)
     if not series:
         return False
@@ -77,7 +75,6 @@ def _speed(axes: Axes, group: Group) -> bool:
 
 
 def _efficiency(axes: Axes, group: Group) -> bool:
-    """Efficiency against devices: speed-up over single on 1 device, divided by the devices; dotted: linear."""
     series = [(name, [p for p in points if group.efficiency(p)]) for name, points in _series(group)]
     series = [(name, points) for name, points in series if any(point.devices > 1 for point in points)]
     if not series:
@@ -91,7 +88,6 @@ def _efficiency(axes: Axes, group: Group) -> bool:
 
 
 def _memory(axes: Axes, group: Group) -> bool:
-    """Peak memory per device, first device hatched. One wide bar: one process, whose devices cannot be told apart."""
     points = [point for point in group.points if point.peak_bytes][: 2 * MOST_SERIES]
     if not points:
         return False
@@ -117,7 +113,6 @@ def _memory(axes: Axes, group: Group) -> bool:
 
 
 def _step_time(axes: Axes, group: Group) -> bool:
-    """Time of one step, split (medians). What is not measured apart is not split."""
     points = [point for point in group.points if point.speed and point.measure("step_ms")][: 2 * MOST_SERIES]
     if not points:
         return False
@@ -151,20 +146,21 @@ def _parts(point: Point) -> list[tuple[tuple[str, str, str], float]]:
 
 
 def _accuracy(axes: Axes, group: Group) -> bool:
-    """Validation accuracy against wall time since the run's start; one curve per repeat."""
     points = [point for point in group.points if point.speed][:MOST_SERIES]
-    for place, point in enumerate(points):
+    for point in points:
+        like = [other for other in points if other.strategy == point.strategy]
         curves = [curve for run in point.runs if (curve := run.accuracy_curve())]
         for number, curve in enumerate(curves):
-            thinned = curve[:: 1 + len(curve) // MOST_EVALUATIONS]
+            seconds, accuracies = zip(*curve[:: 1 + len(curve) // MOST_EVALUATIONS], strict=True)
             axes.plot(
-                *zip(*thinned, strict=True),
-                linestyle=_LINES[place % len(_LINES)],
+                seconds,
+                accuracies,
+                linestyle=_LINES[like.index(point) % len(_LINES)],
                 marker=_MARKER.get(point.strategy, "D"),
                 markersize=3,
                 linewidth=1,
-                color=_shade(point.strategy, points.index(point)),
-                label=f"{point.label}" if number == 0 else None,
+                color=_COLOUR.get(point.strategy, "#777777"),
+                label=None if number else point.label,
             )
     axes.set_xlabel("seconds since the run's start")
     axes.set_ylabel("validation accuracy")
@@ -212,10 +208,6 @@ def _errors(summaries: list[Summary], scale: float = 1) -> list[list[float]]:
     return [below, [(summary.high - summary.median) * scale for summary in summaries]]
 
 
-def _shade(strategy: str, place: int) -> str:
-    return _COLOUR.get(strategy, "#777777")
-
-
 def _finish(axes: Axes, most: int, label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -229,10 +221,33 @@ def _finish(axes: Axes, most: int, label: str) -> None:
 
 def _name_bars(axes: Axes, points: list[Point]) -> None:
     long = len(points) > 6 or any(point.options for point in points)
-    axes.set_xticks(range(len(points)), [p.label for p in points], rotation=40 if long else 0, ha="right" if long else "center")
+    axes.set_xticks(
+        range(len(points)), [p.label for p in points], rotation=40 if long else 0, ha="right" if long else "center"
+    )
 
 
 def _legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) > 12 else 4)
+
+
+_PLOTS = (
+    (
+        _speed,
+        "Images per second against devices: median, smallest and largest of the repeats. "
+        "Dotted: linear from single on 1 device. Ringed: more threads than cores.",
+    ),
+    (
+        _efficiency,
+        "Efficiency against devices: speed-up over single on 1 device, divided by the devices. "
+        "Dotted: linear. Ringed: more threads than cores.",
+    ),
+    (
+        _memory,
+        "Peak memory of every device, the first one hatched. "
+        "One wide bar is one process, whose devices cannot be told apart.",
+    ),
+    (_step_time, "Time of one step, split by medians. What was not measured apart is not split."),
+    (_accuracy, "Validation accuracy against wall time, one curve per repeat."),
+)

@@ -84,7 +84,11 @@ class Recorder:
             for split, found in evaluations.items():
                 self.tensorboard.confusion(f"{split}/confusion", found.confusion, classes, result.steps)
             self.tensorboard.text("config", json.dumps(dataclasses.asdict(config), indent=2))
-            metrics = {"val/acc": result.val["acc"], "val/acc_best": result.val["acc_best"], "val/loss": result.val["loss"]}
+            metrics = {
+                "val/acc": result.val["acc"],
+                "val/acc_best": result.val["acc_best"],
+                "val/loss": result.val["loss"],
+            }
             self.tensorboard.hparams(_hparams(config), metrics)
         self.close()
 

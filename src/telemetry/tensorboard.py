@@ -43,7 +43,9 @@ class TensorBoard:
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
     def hparams(self, settings: dict[str, Any], metrics: dict[str, float | None]) -> None:
-        plain = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()}
+        plain = {
+            key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()
+        }
         finite = {f"hparam/{key}": value for key, value in metrics.items() if value is not None}
         self._writer.add_hparams(plain, finite, run_name=".")  # else it opens a run of its own
 
@@ -64,7 +66,16 @@ def _confusion_figure(counts: Tensor, classes: list[str]) -> Any:
         axes.set_xticks(range(len(classes)), classes, rotation=90)
         axes.set_yticks(range(len(classes)), classes)
     if len(classes) <= 20:
-        for (row, column), count in zip(torch.cartesian_prod(*[torch.arange(len(classes))] * 2).tolist(), counts.flatten(), strict=True):
+        for (row, column), count in zip(
+            torch.cartesian_prod(*[torch.arange(len(classes))] * 2).tolist(), counts.flatten(), strict=True
+        ):
             if count:
-                axes.text(column, row, str(int(count)), ha="center", va="center", color="white" if shares[row, column] > 0.5 else "black")
+                axes.text(
+                    column,
+                    row,
+                    str(int(count)),
+                    ha="center",
+                    va="center",
+                    color="white" if shares[row, column] > 0.5 else "black",
+                )
     return figure

@@ -60,7 +60,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not isinstance(contents, dict) or "model" not in contents:
         raise ValueError(f"{path}: not a checkpoint of this project")
     if contents["format"] > FORMAT:
-        raise ValueError(f"{path}: format {contents['format']} is newer than this code reads ({FORMAT}); update the code")
+        raise ValueError(
+            f"{path}: format {contents['format']} is newer than this code reads ({FORMAT}); update the code"
+        )
     return contents
 
 

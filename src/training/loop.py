@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-
 import torch
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -188,5 +187,3 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def _lr(optimizer: torch.optim.Optimizer) -> float:
     """The largest rate of all parameter groups: with layer decay, the head's."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
-
-

@@ -1,0 +1,47 @@
+# Every target with one line: make help. PYTHON= and VENV= can be given.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-fast test-all check lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/runtime ## the main job: a timm model on real digits, strategy chosen by the machine (ARGS="key=value …")
+	$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/development ## the tests that a newcomer runs (under 10 minutes on 2 cores)
+	$(PYTEST) -m "not slow and not gpu and not slurm" $(ARGS)
+
+test-fast: $(VENV)/development ## without the tests that start processes (under 90 seconds)
+	$(PYTEST) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
+
+test-all: $(VENV)/development ## all tests that can run here, the slow ones too
+	$(PYTEST) $(ARGS)
+
+lint: $(VENV)/development ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test ## what must be green before a commit
+
+format: $(VENV)/development ## let ruff format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and the caches, not the outputs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+
+# Stamp files: a second call installs nothing unless the requirements have changed.
+$(VENV)/runtime: requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/development: requirements-dev.txt $(VENV)/runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@

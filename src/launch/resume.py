@@ -1,0 +1,101 @@
+"""`resume=<run folder>|auto`: which folder goes on, with which settings, and whether it may."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from src.config.compose import CONF, read_frozen
+from src.config.rules import leaves
+from src.config.schema import Config
+from src.records import read_result
+
+MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
+MAY_CHANGE = ("data.workers", "data.root", "model.compile")
+
+
+def with_saved_overrides(arguments: Any) -> Any:
+    """For `resume=<folder>`: the overrides that folder was started with, then those given now.
+
+    Errors: ValueError when the folder is no run folder.
+    """
+    folder = _asked(arguments.overrides)
+    if folder is None:
+        return arguments
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        hydra: Any = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
+    except OSError:
+        raise ValueError(
+            f"resume={folder}: not a run folder (it has no .hydra); give a folder below outputs/"
+        ) from None
+    assert isinstance(saved, list)
+    merged = copy.copy(arguments)
+    merged.overrides = [str(item) for item in saved if not str(item).startswith("resume=")] + arguments.overrides
+    main = next((source.path for source in hydra.hydra.runtime.config_sources if source.provider == "main"), str(CONF))
+    if arguments.config_path is None and Path(main) != CONF:
+        merged.config_path, merged.config_name = main, hydra.hydra.job.config_name
+    return merged
+
+
+def folder_to_resume(config: Config) -> Path | None:
+    """The folder that `resume` names; for auto the newest unfinished run of this task, or None: a new run starts."""
+    if config.resume is None:
+        return None
+    if config.resume != "auto":
+        return Path(config.resume)
+    runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
+    for folder in (path.parent.parent for path in runs):
+        if not _is_done(folder) and not _differences(config, folder):
+            return folder
+    print(f"resume=auto: no unfinished run of {config.task_name}; starting a new one", file=sys.stderr)
+    return None
+
+
+def check_resumable(config: Config, folder: Path) -> None:
+    """Say what has changed since the run began; refuse what would make it another training.
+
+    Errors: ValueError, unless resume_strict=false.
+    """
+    if not any((folder / "checkpoints").glob("*.pt")):
+        raise ValueError(f"resume={folder}: it has no checkpoint to go on from; start anew without resume")
+    changed = _differences(config, folder)
+    if changed and config.resume_strict:
+        raise ValueError(
+            f"{changed[0]}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
+        )
+    before = dict(_settings(read_frozen(folder)))
+    for key, value in _settings(config):
+        if before.get(key) != value and not key.startswith(("resume", "print_config")):
+            print(f"resume: {key}: {before.get(key)} -> {value}", file=sys.stderr)
+
+
+def _asked(overrides: list[str]) -> Path | None:
+    for item in reversed(overrides):
+        if item.startswith("resume=") and item not in ("resume=auto", "resume=null", "resume="):
+            return Path(item.removeprefix("resume=").strip("'\""))
+    return None
+
+
+def _differences(config: Config, folder: Path) -> list[str]:
+    before = dict(_settings(read_frozen(folder)))
+    return [
+        f"{key}={value} (was {before.get(key)})"
+        for key, value in _settings(config)
+        if before.get(key) != value and key.startswith(MUST_STAY) and key not in MAY_CHANGE
+    ]
+
+
+def _settings(config: Config) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value, _ in leaves(config)]
+
+
+def _is_done(folder: Path) -> bool:
+    try:
+        return read_result(folder).status == "done"
+    except ValueError:
+        return False
