@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast test-all check lint format clean
+.PHONY: help train compare test test-fast test-all check lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/runtime ## the main job: a timm model on real digits, strategy chosen by the machine (ARGS="key=value …")
 	$(BIN)/python train.py $(ARGS)
+
+compare: $(VENV)/runtime ## DataParallel against DistributedDataParallel on this machine, with a report
+	$(BIN)/python train.py -m experiment=compare $(ARGS)
 
 test: $(VENV)/development ## the tests that a newcomer runs (under 10 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu and not slurm" $(ARGS)

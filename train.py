@@ -35,16 +35,9 @@ def _lead(ranks: Ranks | None) -> int:
         raise ValueError(
             "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
         )
-    if any(
-        (
-            arguments.help,
-            arguments.hydra_help,
-            arguments.cfg,
-            arguments.multirun,
-            arguments.info,
-            arguments.shell_completion,
-        )
-    ):
+    if arguments.multirun and not arguments.cfg:
+        return _sweep(arguments, ranks)
+    if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
         return _hydra_habits(arguments)
     if ranks is None:
         return _run(arguments, None)
@@ -80,19 +73,26 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))
 
 
+def _sweep(arguments: Any, ranks: Ranks | None) -> int:
+    """--multirun: all jobs composed first, then run one by one, each in processes of its own."""
+    from src.study.sweep import run_sweep
+
+    if ranks is not None:
+        raise ValueError("--multirun: a sweep starts its own ranks; run it with python train.py -m …, without torchrun")
+    return run_sweep(arguments)
+
+
 def _hydra_habits(arguments: Any) -> int:
-    """--help, --cfg, --info, shell completion and --multirun, as Hydra does them."""
+    """--help, --cfg, --info and shell completion, as Hydra does them."""
     import hydra
 
-    from src.config.compose import VERSION_BASE, store_schema
+    from src.config.compose import VERSION_BASE, compose_command, store_schema
 
+    if arguments.cfg:
+        compose_command(arguments)  # refuses in one line what Hydra would refuse in many
     store_schema()
-    hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(_sweep_job)()
+    hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(lambda tree: None)()
     return 0
-
-
-def _sweep_job(tree: Any) -> None:
-    raise NotImplementedError
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from src import machine
 from src.config.names import hint
-from src.config.rules import check, leaves
+from src.config.rules import check_combination, check_values, leaves
 from src.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +47,21 @@ def compose_command(arguments: Any) -> Command:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from hydra.types import RunMode
 
     try:
         hydra = _hydra(arguments)
         _check_override_keys(hydra.config_loader, arguments.overrides)
-        tree = _compose(hydra, arguments)
+        name = arguments.config_name or "train"
+        mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
+        tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
         HydraConfig.instance().set_config(tree)
-        return Command(to_config(tree), tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
+        config = to_config(tree)
+        if not arguments.multirun:
+            if tree.hydra.sweeper.get("params"):
+                raise ValueError("this experiment is a sweep (it has hydra.sweeper.params): add -m")
+            check_combination(config)
+        return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error)) from error
     finally:
@@ -77,11 +86,27 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
     return int(outcome.return_value)  # raises what the job raised
 
 
+def save_hydra_files(tree: DictConfig, folder: Path) -> None:
+    """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
+    hydra = OmegaConf.masked_copy(tree, ["hydra"])
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
+        (folder / ".hydra").mkdir(exist_ok=True)
+        (folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
+
+
+def device_counts() -> str:
+    """`${device_counts:}`: 1, 2, 4 … up to this machine's devices, as a sweep takes them. At least 1,2; on CPU at most 8."""
+    most = max(2, len(machine.visible_cuda_devices()) or min(8, machine.cores()))
+    return ",".join(str(2**power) for power in range(most.bit_length()))
+
+
 def store_schema() -> None:
     """Make the schema the first thing every primary config is composed of (`defaults: [schema, …]`)."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
+    OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
 
 
 def to_config(tree: DictConfig) -> Config:
@@ -98,7 +123,7 @@ def to_config(tree: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ValueError(_explain(error)) from error
     assert isinstance(config, Config)
-    check(config)
+    check_values(config)
     return config
 
 
@@ -160,15 +185,6 @@ def _hydra(arguments: Any) -> Any:
     return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
 
 
-def _compose(hydra: Any, arguments: Any) -> DictConfig:
-    from hydra.types import RunMode
-
-    name = arguments.config_name or "train"
-    tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=RunMode.RUN)
-    assert isinstance(tree, DictConfig)
-    return tree
-
-
 def _check_override_keys(loader: Any, overrides: list[str]) -> None:
     """Refuse unknown keys and group options before Hydra does, with the nearest name."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -180,8 +196,8 @@ def _check_override_keys(loader: Any, overrides: list[str]) -> None:
             continue
         if key in groups:
             options = loader.get_group_options(key)
-            value = override.value()
-            for choice in value if isinstance(value, list) else [value]:
+            swept = override.is_sweep_override()
+            for choice in override.sweep_string_iterator() if swept else [override.value()]:
                 if isinstance(choice, str) and choice not in options and choice != "null":
                     raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
         elif not is_known(key):

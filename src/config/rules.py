@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from src.config.names import hint, is_own_class, timm_models, timm_optimizers
@@ -44,14 +44,20 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield key, value, entry
 
 
-def check(config: Config) -> None:
-    """Refuse a config that cannot run on any machine.
+def check_values(config: Config) -> None:
+    """Refuse a value that can never be right, whatever the other keys say.
 
     Errors: ValueError, one line with key, value and remedy.
     """
     for key, value, entry in leaves(config):
         _check_leaf(key, value, entry.metadata)
-    for rule in RULES:
+    _numbers_or_auto(config)
+    _known_names(config)
+
+
+def check_combination(config: Config) -> None:
+    """Refuse keys that do not go together; in a sweep such a point is skipped. Errors as `check_values`."""
+    for rule in (_batch, _strategy, _time):
         rule(config)
 
 
@@ -146,6 +152,3 @@ def _time(config: Config) -> None:
         raise ValueError(f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0")
     if optim.sched == "multistep" and not optim.decay_milestones:
         raise ValueError("optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)")
-
-
-RULES: tuple[Callable[[Config], None], ...] = (_numbers_or_auto, _known_names, _batch, _strategy, _time)

@@ -143,6 +143,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Only read with --multirun."""
+
+    repeats: int = number(1, least=1)  # of every point, for the spread of its figures
+    shuffle: bool | None = None  # order of the jobs; None: shuffled when there are repeats, against drift
+    resume: str | None = None  # a sweep folder: run what is missing or failed
+    dry_run: bool = False  # print the jobs with their derived values, and leave
+
+
+@dataclass
 class PathsConfig:
     output_dir: str = "outputs"
     data_dir: str = "data"
@@ -163,4 +173,5 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)

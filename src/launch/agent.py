@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +49,16 @@ def worker_command(folder: Path) -> list[str]:
 
 def _environment(config: Config) -> dict[str, str]:
     """What ranks need before they import torch: thread pools read these once."""
+    path = with_project_on_path(os.environ)["PYTHONPATH"]
     threads = str(config.parallel.threads_per_device)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     started = str(psutil.Process().create_time())
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
+
+
+def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` in which `python -m src.…` works from any folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
 
 
 def _run_child(folder: Path, environment: dict[str, str]) -> Ended:

@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from src.config.compose import freeze
+from src.config.compose import freeze, read_frozen
 from src.config.schema import Config
 from src.environment import write_environment
 from src.launch.agent import Ended, run_ranks
 from src.records import Result, read_result, write_result
+
+
+def job_command(folder: Path) -> list[str]:
+    """The command that runs a frozen job in a process of its own, for sweeps."""
+    return [sys.executable, "-m", "src.launch.job", str(folder)]
 
 
 def run_job(config: Config, folder: Path) -> int:
@@ -96,3 +101,8 @@ def _record(config: Config, folder: Path, status: str, reason: str, failure: dic
             failure=failure,
         ),
     )
+
+
+if __name__ == "__main__":
+    run_folder = Path(sys.argv[1])
+    sys.exit(run_job(read_frozen(run_folder), run_folder))

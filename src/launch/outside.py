@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,11 +87,3 @@ def _note(config: Config) -> Path:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     agent = f"{socket.gethostname()}-{os.getppid()}" if run_id == "none" else run_id
     return Path(config.paths.output_dir) / ".restarts" / f"{agent}.txt"
-
-
-def refuse_multirun(arguments: list[str]) -> None:
-    """torchrun with -m: each rank would sweep for itself."""
-    if any(argument in ("-m", "--multirun") for argument in arguments):
-        raise ValueError(
-            f"{' '.join(sys.argv[1:])}: a sweep starts its own ranks; run it with python train.py -m …, without torchrun"
-        )

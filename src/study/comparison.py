@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from src.study.collect import Run
@@ -89,7 +89,7 @@ class Group:
     kind: str  # strong: `batch` is global; weak: `batch` is per device
     batch: int | None
     settings: str  # what else tells this group from others of the report
-    points: tuple[Point, ...]
+    points: tuple[Point, ...] = ()
 
     @property
     def title(self) -> str:
@@ -150,13 +150,13 @@ def group(runs: Iterable[Run]) -> list[Group]:
     comparable = [run for run in runs if run.comparable]
     differing = varied(run for run in comparable if run.config)
     settings = [key for key in differing if not key.startswith(_NOT_A_SETTING)]
-    found: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
+    found: dict[Group, list[Run]] = defaultdict(list)
     for run in comparable:
         assert run.result is not None
         kind, batch = _batch(run)
         words = _words(run, settings) if run.config else ""
-        found[hardware(run), run.accelerator, run.result.model or "—", kind, batch, words].append(run)
-    groups = [Group(*key, points=_points(members)) for key, members in found.items()  # type: ignore[misc]]
+        found[Group(hardware(run), run.accelerator, run.result.model or "—", kind, batch, words)].append(run)
+    groups = [replace(empty, points=_points(members)) for empty, members in found.items()]
     return sorted(groups, key=lambda g: (-len(g.points), g.hardware, g.title))
 
 
