@@ -111,6 +111,7 @@ class Run:
             meter=parts.meter,
             mix=parts.mixing,
         ):
+            self.strategy.sample_utilisation()
             speed = parts.meter.recent(train.log_every)
             self.recorder.step(report, speed, int(self.config.parallel.devices), parts.meter.data_wait())
             if every is not None and report.step % every == 0 and progress.step_in_epoch < parts.steps_per_epoch:

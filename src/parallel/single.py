@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from src.config.schema import ParallelConfig
 from src.launch.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
+from src.telemetry.meters import Utilisation
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,8 +32,10 @@ class Single:
         torch.set_num_threads(int(config.threads_per_device))
         self.devices = self._choose_devices()
         self.device = self.devices[0]
+        self._utilisation: Utilisation | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            self._utilisation = Utilisation([device.index for device in self.devices])
 
     @property
     def is_first(self) -> bool:
@@ -95,10 +98,18 @@ class Single:
         hashes = self.gather(digest.hexdigest()[:16])
         return hashes[0], len(set(hashes)) == 1
 
+    def sample_utilisation(self) -> None:
+        """Look once at how busy this process's devices are; `memory` gives the means."""
+        if self._utilisation is not None:
+            self._utilisation.sample()
+
     def memory(self) -> list[dict[str, Any]]:
         """Peak bytes of every device of the job. A CPU device is a process: its resident memory, libraries included."""
-        if self.device.type == "cuda":
-            own = [{"device": str(d), "peak_bytes": torch.cuda.max_memory_allocated(d)} for d in self.devices]
+        if self._utilisation is not None:
+            own: list[dict[str, Any]] = [
+                {"device": str(device), "peak_bytes": torch.cuda.max_memory_allocated(device), "utilisation": share}
+                for device, share in zip(self.devices, self._utilisation.means(), strict=True)
+            ]
         else:
             unit = 1 if os.uname().sysname == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -25,14 +25,14 @@ def figure(value: float) -> str:
     """A number as a person reads it: three digits, or all digits before the point."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    text = f"{value:.3g}"
+    text = f"{value:#.3g}"
     return text if "e" not in text else f"{value:.1e}"
 
 
 def with_range(summary: Summary, unit: str = "") -> str:
-    """Median (smallest–largest) and unit."""
-    span = f" ({figure(summary.low)}–{figure(summary.high)})" if summary.count > 1 else ""
-    return figure(summary.median) + unit + span
+    """Median, unit and, where they differ in what is shown, (smallest–largest)."""
+    low, high = figure(summary.low), figure(summary.high)
+    return figure(summary.median) + unit + (f" ({low}–{high})" if low != high else "")
 
 
 def devices(count: int) -> str:
@@ -121,9 +121,18 @@ def _to_try(group: Group) -> str:
     )
 
 
+def stages(group: Group) -> str:
+    """In one phrase: what starts soonest and what is fastest, by medians."""
+    starts = {p.label: s.median for p in group.points if (s := p.measure("first_step_seconds"))}
+    speeds = {p.label: s.median for p in group.points if (s := p.speed)}
+    soonest, fastest = min(starts, key=starts.__getitem__, default=""), max(speeds, key=speeds.__getitem__, default="")
+    first = [f"first to start {soonest}, {figure(starts[soonest])} s"] if soonest else []
+    return ", ".join(first + ([f"fastest {fastest}, {figure(speeds[fastest])} images/s"] if fastest else []))
+
+
 def _to_train(group: Group) -> str:
     advice = recommend(group)
-    return f"To train ({group.title}): {advice.sentence}" if advice.point else ""
+    return f"To train ({group.title}): {advice.sentence[0].lower()}{advice.sentence[1:]}" if advice.point else ""
 
 
 def _to_grow(group: Group) -> str:

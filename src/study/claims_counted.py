@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from src.study.advice import advise, with_range
+from src.study.advice import stages, with_range
 from src.study.claims_measured import ddp_is_faster
 from src.study.collect import Run
 from src.study.evidence import BOTH, FAILS, HOLDS, UNMEASURED, Evidence, Finding, listing, missing, weigh
@@ -115,9 +115,9 @@ def ddp_spans_machines(e: Evidence) -> Finding:
 
 def each_has_its_stage(e: Evidence) -> Finding:
     start, speed = dp_starts_sooner(e), ddp_is_faster(e)
-    shown = listing(advise(e.groups), most=3)
+    shown = listing(f"{group.title}: {stages(group)}" for group in e.groups if stages(group))
     runs = tuple(dict.fromkeys(start.runs + speed.runs))
-    basis = f"rests on claim 11 (dp starts sooner: {start.verdict}) and claim 1 (ddp is faster: {speed.verdict})"
+    basis = f"advice: at the end; rests on claim 11 (dp starts sooner: {start.verdict}) and claim 1 (ddp is faster: {speed.verdict})"
     verdicts = {start.verdict, speed.verdict}
     return Finding(FAILS if FAILS in verdicts else UNMEASURED if UNMEASURED in verdicts else HOLDS, shown, basis, runs)
 

@@ -49,7 +49,7 @@ def ddp_is_close_to_linear(e: Evidence) -> Finding:
         return missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
     fair = [(g, p, share) for g, p, share in found if not p.needless_threads and g.same_threads(p)]
     shown = listing(
-        f"{e.place(g, p)}: {figure(up.median)}×, efficiency {with_range(share)}, {g.kind} scaling"
+        f"{e.place(g, p)}: {figure(up.median)}×, efficiency {with_range(share)}{'' if len(e.groups) > 1 else f', {g.kind} scaling'}"
         for g, p, share in fair or found
         if (up := g.speed_up(p))
     )
@@ -82,8 +82,8 @@ def ddp_holds_full_replicas(e: Evidence) -> Finding:
     even = [run.imbalance is not None and run.imbalance <= EVEN for run in found]
     equal = [run.proof("hashes_equal") for run in found]
     shown = listing(
-        f"{e.place(g, p)}: largest over mean {figure(uneven.median)}, {gib(p)} GiB per device"
-        + (f", single {gib(g.single)} GiB" if g.single and g.single.peak_bytes else "")
+        f"{e.place(g, p)}: largest over mean {figure(uneven.median)} ({gib(p)} GiB per device"
+        + (f", single {gib(g.single)} GiB)" if g.single and g.single.peak_bytes else ")")
         for g, p in e.points("ddp")
         if (uneven := p.measure("imbalance"))
     )

@@ -15,7 +15,7 @@ from src.records import Result, read_metrics, read_result
 JOBS_FORMAT = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
 class Run:
     """One job of a sweep, or one run folder. What was not recorded is None, never 0."""
 

@@ -40,10 +40,15 @@ class Point:
     devices: int
     options: str  # parallel options by which it differs from other points of this strategy and device count
     runs: tuple[Run, ...]
+    letter: str = ""  # stands for `options` in labels; the group's tables say what it means
 
     @property
     def label(self) -> str:
-        return f"{self.strategy} × {self.devices}" + (f", {self.options}" if self.options else "")
+        return f"{self.strategy} × {self.devices}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        return f" ({self.letter})" if self.letter else ""
 
     @property
     def stand_in(self) -> bool:
@@ -112,11 +117,12 @@ class Group:
         return self.at("single", 1)
 
     def speed_up(self, point: Point) -> Summary | None:
+        if point is self.single and point.speed:
+            return Summary(1, 1, 1, point.speed.count)  # the base itself: 1 by definition, without a spread
         return speed_up(point.speed, self.single.speed if self.single else None)
 
     def efficiency(self, point: Point) -> Summary | None:
-        base = self.single.speed if self.single else None
-        return efficiency(point.speed, base, point.devices) if point.devices else None
+        return efficiency(self.speed_up(point), point.devices) if point.devices else None
 
     def same_threads(self, point: Point) -> bool:
         """False on CPU where `point`'s devices have another number of threads than the one of single."""
@@ -215,11 +221,26 @@ def _points(runs: list[Run]) -> tuple[Point, ...]:
         differing = varied(run for run in members if run.config)
         options = [key for key in differing if key.startswith("parallel.")]
         variants: dict[str, list[Run]] = defaultdict(list)
-        for run in members:
+        for run in sorted(members, key=lambda run: [_natural(run.config.get(key)) for key in options]):
             variants[_words(run, options, "parallel.")].append(run)
         points += [Point(strategy, devices, words, tuple(repeats)) for words, repeats in variants.items()]
     order = {strategy: place for place, strategy in enumerate(STRATEGIES)}
-    return tuple(sorted(points, key=lambda p: (order.get(p.strategy, len(order)), p.strategy, p.devices, p.options)))
+    points.sort(key=lambda p: (order.get(p.strategy, len(order)), p.strategy, p.devices))
+    letters: dict[str, str] = {}
+    for point in points:
+        if point.options:
+            letters.setdefault(point.options, _letter(len(letters)))
+    return tuple(replace(point, letter=letters.get(point.options, "")) for point in points)
+
+
+def _natural(value: Any) -> tuple[int, float, str]:
+    """Numbers by size, then all else by its text."""
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
+def _letter(number: int) -> str:
+    """a, b, … z, aa, ab, …"""
+    return (_letter(number // 26 - 1) if number >= 26 else "") + "abcdefghijklmnopqrstuvwxyz"[number % 26]
 
 
 def _words(run: Run, keys: Iterable[str], prefix: str = "") -> str:

@@ -16,7 +16,7 @@ MOST_SERIES = 8  # more curves in one plot cannot be told apart; the tables have
 MOST_EVALUATIONS = 100  # points drawn per accuracy curve
 
 _COLOUR = {"single": "#222222", "dp": "#d55e00", "ddp": "#0072b2"}
-_MARKER = {"single": "o", "dp": "s", "ddp": "^"}
+_MARKERS = {"single": "o", "dp": "sDPXph", "ddp": "^v<>d*8H"}  # one strategy's curves take them in turn
 _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
 _WHOLE = ("compute and communication, not told apart", "#c9d3da", "..")

@@ -68,9 +68,9 @@ def speed_up(speed: Summary | None, single: Summary | None) -> Summary | None:
     return ratio(speed, single)
 
 
-def efficiency(speed: Summary | None, single: Summary | None, devices: int) -> Summary | None:
+def efficiency(gain: Summary | None, devices: int) -> Summary | None:
     """Speed-up over the number of devices: 1 is linear."""
-    return scaled(speed_up(speed, single), 1 / devices)
+    return scaled(gain, 1 / devices)
 
 
 def overlap(first: Summary, second: Summary) -> bool:

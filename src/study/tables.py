@@ -49,7 +49,7 @@ def speed_table(group: Group) -> Table:
                 _summary(group.efficiency(point), hidden),
                 _summary(point.measure("step_ms"), hidden),
                 _summary(point.measure("data_wait"), False, 100),
-                _summary(point.measure("exposed_ms"), hidden),
+                _exposed(point),
                 _summary(point.measure("first_step_seconds"), False),
                 _links(point.runs),
             ]
@@ -66,7 +66,7 @@ def resource_table(group: Group) -> Table:
         "largest ÷ mean",
         "CPU s per s",
         "val. accuracy",
-        "− single",
+        "minus single",
         "from runs",
     ]
     rows = []
@@ -170,8 +170,7 @@ def _environment(run: Run) -> Iterable[tuple[str, Any]]:
     for key in ("host", "platform", "python", "driver", "cuda", "nccl", "backend", "commit"):
         value = record.get(key)
         yield key, f"{value} (with uncommitted changes)" if key == "commit" and value and record.get("dirty") else value
-    for library, version in (record.get("libraries") or {}).items():
-        yield library, version
+    yield from (record.get("libraries") or {}).items()
 
 
 def _marks(group: Group, point: Point) -> str:
@@ -180,7 +179,7 @@ def _marks(group: Group, point: Point) -> str:
 
 
 def _notes(group: Group) -> list[str]:
-    notes = []
+    notes = [f"({p.letter}) {p.options}" for p in {p.letter: p for p in group.points if p.letter}.values()]
     if group.single is None:
         notes.append("No finished run of single on 1 device here: no speed-up, no efficiency.")
     if any(point.stand_in for point in group.points):
@@ -204,11 +203,18 @@ def _summary(summary: Summary | None, hidden: bool, factor: float = 1, suffix: s
     return _number(with_range(scaled, suffix))
 
 
+def _exposed(point: Point) -> Cell:
+    exposed = point.measure("exposed_ms")
+    if point.strategy == "single" and exposed is None:
+        return _number("none")  # by definition: there is no process group
+    return _summary(exposed, point.stand_in)
+
+
 def _accuracy(summary: Summary | None) -> Cell:
     if summary is None:
         return _number(DASH)
-    span = f" ({summary.low:.4f}–{summary.high:.4f})" if summary.count > 1 else ""
-    return _number(f"{summary.median:.4f}{span}")
+    low, high = f"{summary.low:.4f}", f"{summary.high:.4f}"
+    return _number(f"{summary.median:.4f}" + (f" ({low}–{high})" if low != high else ""))
 
 
 def _difference(group: Group, point: Point) -> Cell:

@@ -63,7 +63,7 @@ class Recorder:
         if self._metrics is None:
             return
         values = {f"memory/{entry['device'].replace(':', '_')}_MiB": entry["peak_bytes"] / 2**20 for entry in entries}
-        busy = {f"utilisation/{e['device'].replace(':', '_')}": e["utilisation"] for e in entries if "utilisation" in e}
+        busy = {f"utilisation/{e['device'].replace(':', '_')}": e.get("utilisation") for e in entries}
         self._write(step, epoch, values | busy)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
@@ -84,12 +84,7 @@ class Recorder:
             for split, found in evaluations.items():
                 self.tensorboard.confusion(f"{split}/confusion", found.confusion, classes, result.steps)
             self.tensorboard.text("config", json.dumps(dataclasses.asdict(config), indent=2))
-            metrics = {
-                "val/acc": result.val["acc"],
-                "val/acc_best": result.val["acc_best"],
-                "val/loss": result.val["loss"],
-            }
-            self.tensorboard.hparams(_hparams(config), metrics)
+            self.tensorboard.hparams(_hparams(config), ["val/acc", "val/acc_best", "val/loss"])
         self.close()
 
     def close(self) -> None:

@@ -42,12 +42,19 @@ class TensorBoard:
     def text(self, name: str, text: str) -> None:
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
-    def hparams(self, settings: dict[str, Any], metrics: dict[str, float | None]) -> None:
+    def hparams(self, settings: dict[str, Any], metrics: list[str]) -> None:
+        """Settings for the HPARAMS page, beside the last values of the curves named in `metrics`.
+
+        Not `add_hparams`, which opens a run of its own and writes the metrics once more.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
         plain = {
             key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()
         }
-        finite = {f"hparam/{key}": value for key, value in metrics.items() if value is not None}
-        self._writer.add_hparams(plain, finite, run_name=".")  # else it opens a run of its own
+        writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
 
     def close(self) -> None:
         self._writer.close()
