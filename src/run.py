@@ -32,7 +32,16 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, folder: Path, ranks: Ranks, store: Store | None) -> None:
     """Run one rank of a resolved config; goes on from the newest checkpoint in `folder` where there is one."""
-    Run(config, folder, ranks, store).tell()
+    try:
+        prepared = Run(config, folder, ranks, store)
+        prepared.resume()
+    except ValueError as error:  # of data, model, optimizer or checkpoint, before the first step
+        raise RefusedError(str(error)) from error
+    prepared.tell()
+
+
+class RefusedError(ValueError):
+    """What was asked for cannot be built; the message says what to change."""
 
 
 class Run:
@@ -52,7 +61,6 @@ class Run:
         config, strategy = self.config, self.strategy
         if strategy.is_first and config.print_config:
             print_config(dataclasses.asdict(config))
-        self.resume()
         proof = prove_start(self.parts, strategy)
         show_banner(config, self.folder, self.parts, strategy, self.progress)
         with Console(strategy.is_first, self.parts.total_steps, self.progress.step) as console:

@@ -150,6 +150,18 @@ class Sweep:
         }
 
 
+@pytest.fixture(autouse=True)
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are most of a report's time: drawn only where a test asks for `plots`."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("src.study.plots.draw", lambda members: [])
+
+
+@pytest.fixture
+def plots() -> None:
+    pass
+
+
 def full_sweep(folder: Path, speeds: dict[tuple[str, int], float] | None = None, **kwargs: Any) -> Sweep:
     """Three repeats of every point, 1 % apart."""
     sweep = Sweep(folder, **kwargs)
@@ -174,7 +186,7 @@ def test_first_sentence_names_the_fastest_point_and_its_command(tmp_path: Path) 
     _, markdown, plain = read(full_sweep(tmp_path / "s").write())
     first = plain["recommendations"][0]
     assert first["sentence"].startswith("Use ddp on 4 devices: expect 3,600")
-    assert "3.6× single on 1 device (efficiency 0.9)" in first["sentence"]
+    assert "3.60× single on 1 device (efficiency 0.900)" in first["sentence"]
     assert first["command"] == "python train.py parallel=ddp parallel.devices=4"
     assert first["sentence"].split(":")[0] in markdown
 
@@ -202,7 +214,7 @@ def test_overlapping_ranges_are_not_ranked(tmp_path: Path) -> None:
     html, _, plain = read(sweep.write())
     assert "ranges overlap: no order among them" in html
     assert plain["groups"][0]["ranking"] == [["ddp × 2", "dp × 2"], ["single × 1"]]
-    assert "overlaps with that of ddp × 2" in plain["recommendations"][0]["sentence"]
+    assert "overlaps with that of ddp on 2 devices" in plain["recommendations"][0]["sentence"]
     assert verdicts(sweep.folder)[1] == UNMEASURED
 
 
@@ -230,7 +242,7 @@ def test_all_claims_are_there_once_and_in_order(tmp_path: Path) -> None:
 
 def test_claims_hold_on_figures_that_bear_them_out(tmp_path: Path) -> None:
     found = verdicts(full_sweep(tmp_path / "s").write())
-    expected = {n: HOLDS for n in range(1, 18)} | {6: UNMEASURED, 10: UNMEASURED, 14: UNMEASURED}
+    expected = dict.fromkeys(range(1, 18), HOLDS) | {6: UNMEASURED, 10: UNMEASURED, 14: UNMEASURED}
     assert found == expected
 
 
@@ -301,6 +313,7 @@ def test_unequal_chunks_and_refused_batches_show_claim_10(tmp_path: Path) -> Non
     assert verdicts(refused.write())[10] == HOLDS
 
 
+@pytest.mark.usefixtures("plots")
 def test_dp_on_cpu_is_not_measured(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s", accelerator="cpu")
     html, markdown, plain = read(sweep.write())
@@ -343,6 +356,7 @@ def test_machines_are_kept_apart(tmp_path: Path) -> None:
     assert 'href="../b/0/result.json"' in html
 
 
+@pytest.mark.usefixtures("plots")
 def test_options_make_points_and_settings_make_groups(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000)
@@ -379,6 +393,7 @@ def test_sweep_of_which_nothing_is_done_has_a_report(tmp_path: Path) -> None:
     assert plain["counts"] == "0 of 1 jobs done, 1 waiting"
 
 
+@pytest.mark.usefixtures("plots")
 def test_missing_fields_are_dashes(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.row("parallel=ddp", "parallel.devices=2", status="done")
@@ -391,6 +406,7 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
     assert point["images_per_sec"] is None and point["peak_bytes"] == []
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(
     "values",
     [
@@ -427,6 +443,11 @@ def _cut_off(folder: Path) -> None:
     (folder / "jobs.json").write_text('{"format": 1, "jobs": [{"id"')
 
 
+def _no_jobs(folder: Path) -> None:
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jobs": []}))
+
+
 def _half_result(folder: Path) -> None:
     path = folder / "0" / "result.json"
     path.write_text(path.read_text()[:40])
@@ -444,10 +465,10 @@ def _newer(name: str) -> Any:
     ("damage", "named", "words"),
     [
         (lambda folder: (folder / "jobs.json").unlink(), "", "no jobs.json and no result.json"),
-        (lambda folder: (folder / "jobs.json").write_text("[]"), "jobs.json", "not a record of this project"),
-        (lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'), "jobs.json", "no list `jobs`"),
-        (lambda folder: (folder / "jobs.json").write_text('{"jobs": []}'), "", "a sweep without jobs"),
-        (_cut_off, "jobs.json", "cannot be read as JSON"),
+        (lambda folder: (folder / "jobs.json").write_text("[]"), "jobs.json", "not of this project"),
+        (lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'), "jobs.json", "not of this project"),
+        (_no_jobs, "", "a sweep without jobs"),
+        (_cut_off, "jobs.json", "damaged"),
         (_half_result, "0/result.json", "cannot be read as JSON"),
         (lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"), "0/config.yaml", "as YAML"),
         (_newer("jobs.json"), "jobs.json", "newer than this code reads"),
@@ -472,6 +493,7 @@ def test_older_result_is_read(tmp_path: Path) -> None:
     assert read(sweep.write())[2]["counts"] == "1 of 1 jobs done"
 
 
+@pytest.mark.usefixtures("plots")
 def test_html_stands_alone(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s").write())
     assert html.count("<svg") == 5
@@ -509,11 +531,13 @@ def test_report_goes_where_it_is_told(tmp_path: Path) -> None:
     assert {path.name for path in html.parent.iterdir()} == {f"report.{kind}" for kind in ("html", "md", "csv", "json")}
 
 
+@pytest.mark.usefixtures("plots")
 def test_report_is_the_same_twice(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     assert read(folder) == read(folder)
 
 
+@pytest.mark.usefixtures("plots")
 def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     for number in range(150):  # a search: every run has settings of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -125,7 +126,7 @@ def test_tiers_lie_apart_and_keep_everyone(measured: dict[str, list[float]]) -> 
     summaries = {name: known(values) for name, values in measured.items()}
     tiers = rank(summaries)
     assert sorted(name for tier in tiers for name in tier) == sorted(summaries)
-    for above, below in zip(tiers, tiers[1:], strict=False):
+    for above, below in pairwise(tiers):
         assert min(summaries[name].low for name in above) > max(summaries[name].high for name in below)
     for tier in tiers:
         medians = [summaries[name].median for name in tier]

@@ -6,6 +6,7 @@ hangs for ever on a function rank that ends with exit code 0 without returning.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -89,6 +90,7 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # launch/job.py tells what failed
     scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
     launch = LaunchConfig(
         min_nodes=1,

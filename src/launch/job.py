@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from src.config.compose import freeze, read_frozen
 from src.config.schema import Config
@@ -35,38 +35,42 @@ def prepare(config: Config, folder: Path) -> None:
     write_environment(config, folder)
 
 
-def conclude(config: Config, folder: Path, ended: Ended) -> int:
-    """Make sure that result.json says how the job ended, tell the console, and return the exit code."""
+def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
+    """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
+    console = console or sys.stderr
     result = _own_result(folder)
     if result is not None and result.status == "done" and not ended.exit_codes:
         return 0
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
         _record(config, folder, "interrupted", f"stopped by {name}")
-        print(f"Stopped by {name}. Go on with: python train.py resume={folder}", file=sys.stderr)
+        print(f"Stopped by {name}. Go on with: python train.py resume={folder}", file=console)
         return 128 + ended.signal
     failure = first_failure(folder, ended.exit_codes)
     _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)
-    print(failure_text(failure), file=sys.stderr)
+    print(failure_text(failure), file=console, flush=True)
     return int(failure.get("exit_code", 1))
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
-    """The failure that came first, not its echo on the ranks that waited for it.
+    """The failure that caused the others, not its echo on the ranks that waited for it.
 
-    A rank killed by a signal leaves no record, but others then fail in a collective: so the killed rank goes first,
-    then the earliest recorded exception that is not itself a lost connection.
+    In this order: the earliest recorded exception that is not a lost connection; a rank that a signal killed (it leaves
+    no record, and its peers record a lost connection); one that left without a record; the earliest lost connection.
     """
     records = [json.loads(path.read_text()) for path in sorted((folder / "logs").glob("failure_rank_*.json"))]
-    recorded = {record["rank"] for record in records}
-    for rank, code in sorted(exit_codes.items()):
-        if rank not in recorded and code not in (0, -signal.SIGTERM):
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            hint = " (out of memory? the kernel kills with SIGKILL)" if code == -signal.SIGKILL else ""
-            return {"rank": rank, "reason": f"rank {rank} was {how}{hint}" if code < 0 else f"rank {rank} {how}"}
-    if records:
-        return min(records, key=lambda record: (record["is_echo"], record["time"]))
-    return {"rank": None, "reason": "the ranks ended without leaving a result"}
+    records.sort(key=lambda record: (record["is_echo"], record["time"]))
+    if records and not records[0]["is_echo"]:
+        return dict(records[0])
+    silent = {rank: code for rank, code in exit_codes.items() if rank not in {record["rank"] for record in records}}
+    for rank, code in sorted(silent.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
+            continue
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        hint = " (out of memory? the kernel kills with SIGKILL)" if code == -signal.SIGKILL else ""
+        log = folder / "logs" / f"rank_{rank}.log"
+        return {"rank": rank, "reason": f"rank {rank} {how}{hint}", "log": str(log)}
+    return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
 
 
 def failure_text(failure: dict[str, Any]) -> str:

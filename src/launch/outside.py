@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.config.compose import read_frozen
 from src.config.schema import Config
+from src.launch.agent import Ended
 from src.launch.ranks import Ranks
 from src.records import write_text
 
@@ -36,13 +38,28 @@ def open_store(ranks: Ranks) -> Store:
 def lead(config: Config, folder: Path, ranks: Ranks) -> int:
     """Rank 0: prepare the run folder, tell the others, and run. Returns the exit code."""
     from src.launch.job import prepare
-    from src.launch.worker import run_rank
 
     prepare(config, folder)
     _remember(folder, config)
     store = open_store(ranks)
     store.set(KEY, json.dumps({"folder": str(folder.resolve()), "config": (folder / "config.yaml").read_text()}))
-    return run_rank(config, folder, ranks, store)
+    return _run_and_say(config, folder, ranks, store)
+
+
+def _run_and_say(config: Config, folder: Path, ranks: Ranks, store: Store) -> int:
+    """Run this rank; where it ends badly, do what launch/job.py does under python: the rank that failed first tells."""
+    from src.launch.job import conclude, first_failure
+    from src.launch.worker import run_rank
+
+    console = os.fdopen(os.dup(2), "w")  # ranks other than 0 send their own output to their log
+    code = run_rank(config, folder, ranks, store)
+    if code > 128 and ranks.is_first:
+        return conclude(config, folder, Ended(signal=code - 128), console)
+    if 0 < code < 128:
+        time.sleep(1)  # for the records of ranks that fail at the same time
+        if first_failure(folder, {}).get("rank") == ranks.rank:
+            return conclude(config, folder, Ended(), console)
+    return code
 
 
 def refuse_followers(reason: str, ranks: Ranks) -> None:
@@ -56,8 +73,6 @@ def refuse_followers(reason: str, ranks: Ranks) -> None:
 
 def follow(ranks: Ranks) -> int:
     """A rank other than 0: wait for rank 0's config and run. Returns the exit code."""
-    from src.launch.worker import run_rank
-
     store = open_store(ranks)
     message = json.loads(store.get(KEY))
     if "refused" in message:
@@ -66,7 +81,7 @@ def follow(ranks: Ranks) -> int:
     folder = Path(message["folder"])
     if not (folder / "config.yaml").exists():  # another machine without a shared file system: its logs stay there
         write_text(folder / "config.yaml", message["config"])
-    return run_rank(read_frozen(folder), folder, ranks, store)
+    return _run_and_say(read_frozen(folder), folder, ranks, store)
 
 
 def remembered_folder(ranks: Ranks | None, config: Config) -> Path | None:

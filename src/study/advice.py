@@ -71,7 +71,7 @@ def _simplicity(point: Point) -> tuple[int, int, str]:
 
 
 def _tied(best: Point, fastest: list[Point]) -> str:
-    others = " and ".join(point.label for point in fastest if point is not best)
+    others = " and ".join(_spoken(point) for point in fastest if point is not best)
     return (
         f"its range overlaps with that of {others}: they cannot be ranked, and it needs the fewest devices or processes"
     )
@@ -86,7 +86,7 @@ def _ahead(group: Group, best: Point, rest: list[list[Point]]) -> str:
     against = "it is "
     if gain and share and best is not group.single:
         against = f"it is {figure(gain.median)}× single on 1 device (efficiency {figure(share.median)}) and "
-    return f"{against}clear of the next, {runner_up.label} with {with_range(runner_up.speed)} images/s"
+    return f"{against}clear of the next, {_spoken(runner_up)}, with {with_range(runner_up.speed)} images/s"
 
 
 def _spoken(point: Point) -> str:

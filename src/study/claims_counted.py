@@ -117,7 +117,7 @@ def each_has_its_stage(e: Evidence) -> Finding:
     start, speed = dp_starts_sooner(e), ddp_is_faster(e)
     shown = listing(f"{group.title}: {stages(group)}" for group in e.groups if stages(group))
     runs = tuple(dict.fromkeys(start.runs + speed.runs))
-    basis = f"advice: at the end; rests on claim 11 (dp starts sooner: {start.verdict}) and claim 1 (ddp is faster: {speed.verdict})"
+    basis = f"rests on claims 11 ({start.verdict}) and 1 ({speed.verdict}); the advice is at the end"
     verdicts = {start.verdict, speed.verdict}
     return Finding(FAILS if FAILS in verdicts else UNMEASURED if UNMEASURED in verdicts else HOLDS, shown, basis, runs)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from src.records import Result, read_metrics, read_result
-
-JOBS_FORMAT = 1
+from src.study.jobs import Job, Jobs, read_jobs
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
@@ -185,39 +184,36 @@ def collect(folders: list[Path]) -> list[Run]:
     return [run for folder in unique for run in _read_folder(folder, root)]
 
 
-def read_jobs(folder: Path) -> dict[str, Any]:
-    """A sweep's jobs.json. Errors: ValueError when it is cut off, foreign, or from a newer version."""
-    path = folder / "jobs.json"
-    jobs = _read_json(path)
-    if not isinstance(jobs.get("jobs"), list) or not all(isinstance(job, dict) for job in jobs["jobs"]):
-        raise ValueError(f"{path}: not the jobs of a sweep (no list `jobs`); give a sweep folder of this project")
-    if jobs.get("format", 0) > JOBS_FORMAT:
-        raise ValueError(f"{path}: format {jobs['format']} is newer than this code reads ({JOBS_FORMAT}); update it")
-    return jobs
+def read_sweep(folder: Path) -> Jobs:
+    try:
+        return read_jobs(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}; restore it or leave the folder out") from None
 
 
 def _read_folder(folder: Path, root: Path) -> Iterator[Run]:
     if (folder / "jobs.json").is_file():
-        jobs = read_jobs(folder)["jobs"]
+        jobs = read_sweep(folder).jobs
         if not jobs:
             raise ValueError(f"{folder}: a sweep without jobs; run `python train.py -m …` and report on its folder")
         for job in jobs:
-            yield _read_run(folder / str(job.get("folder", job.get("id", ""))), root, job)
+            yield _read_run(folder / job.folder, root, job)
     elif (folder / "result.json").is_file():
-        yield _read_run(folder, root, {})
+        yield _read_run(folder, root, None)
     elif not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a sweep folder, e.g. outputs/sweeps/<date>/<time>")
     else:
         raise ValueError(f"{folder}: no jobs.json and no result.json here; give a sweep folder or an ended run's")
 
 
-def _read_run(folder: Path, root: Path, job: Mapping[str, Any]) -> Run:
+def _read_run(folder: Path, root: Path, job: Job | None) -> Run:
+    """`job` is None where the folder is a run by itself."""
     result = read_result(folder) if (folder / "result.json").is_file() else None
     environment = folder / "environment.json"
-    status, reason = str(job.get("status", "")), str(job.get("reason") or "")
+    status, reason = (job.status, job.reason or "") if job else ("", "")
     if result is not None and status not in ("waiting", "running"):
         status, reason = result.status, result.reason or reason
-    elif result is None and status in ("done", ""):
+    elif result is None and status == "done":
         status, reason = "failed", f"{folder.name}: no result.json, though the sweep calls this job done"
     name = os.path.relpath(folder, root)
     return Run(
@@ -225,8 +221,8 @@ def _read_run(folder: Path, root: Path, job: Mapping[str, Any]) -> Run:
         folder=folder,
         status=status,
         reason=" ".join(reason.split()),
-        repeat=int(job.get("repeat") or 0),
-        overrides=tuple(str(override) for override in job.get("overrides") or ()),
+        repeat=job.repeat if job else 0,
+        overrides=tuple(job.overrides) if job else (),
         result=result,
         config=_read_config(folder / "config.yaml"),
         environment=_read_json(environment) if environment.is_file() else {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from src.study.comparison import Group, Point
@@ -13,13 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_SERIES = 8  # more curves in one plot cannot be told apart; the tables have them all
-MOST_EVALUATIONS = 100  # points drawn per accuracy curve
+MOST_EVALUATIONS = 40  # points drawn per accuracy curve; evenly spaced, the last evaluation always among them
+MOST_REPEATS = 5  # accuracy curves drawn per point
 
 _COLOUR = {"single": "#222222", "dp": "#d55e00", "ddp": "#0072b2"}
 _MARKERS = {"single": "o", "dp": "sDPXph", "ddp": "^v<>d*8H"}  # one strategy's curves take them in turn
 _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
-_WHOLE = ("compute and communication, not told apart", "#c9d3da", "..")
+_WHOLE = ("compute and communication, not told apart", "#c9d3da", "\\\\")
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -64,25 +66,24 @@ def _speed(axes: Axes, group: Group) -> bool:
     series = _series(group)
     if not series:
         return False
-    most = max(point.devices for _, points in series for point in points)
+    most = max(point.devices for *_, points in series for point in points)
     base = group.single.speed if group.single else None
     if base and most > 1:
         axes.plot([1, most], [base.median, base.median * most], ":", color="#777777", label="linear")
-    for place, (name, points) in enumerate(series):
-        _errorbars(axes, place, name, [(p, p.speed) for p in points])
+    for name, number, points in series:
+        _errorbars(axes, name, number, [(p, p.speed) for p in points])
     _finish(axes, most, "images/s")
     return True
 
 
 def _efficiency(axes: Axes, group: Group) -> bool:
-    series = [(name, [p for p in points if group.efficiency(p)]) for name, points in _series(group)]
-    series = [(name, points) for name, points in series if any(point.devices > 1 for point in points)]
+    series = [curve for curve in _series(group) if any(p.devices > 1 and group.efficiency(p) for p in curve[2])]
     if not series:
         return False
-    most = max(point.devices for _, points in series for point in points)
+    most = max(point.devices for *_, points in series for point in points)
     axes.plot([1, most], [1, 1], ":", color="#777777", label="linear")
-    for place, (name, points) in enumerate(series):
-        _errorbars(axes, place, name, [(p, group.efficiency(p)) for p in points])
+    for name, number, points in series:
+        _errorbars(axes, name, number, [(p, group.efficiency(p)) for p in points])
     _finish(axes, most, "efficiency (1 = linear)")
     return True
 
@@ -149,18 +150,17 @@ def _accuracy(axes: Axes, group: Group) -> bool:
     points = [point for point in group.points if point.speed][:MOST_SERIES]
     for point in points:
         like = [other for other in points if other.strategy == point.strategy]
-        curves = [curve for run in point.runs if (curve := run.accuracy_curve())]
+        curves = [curve for run in point.runs[:MOST_REPEATS] if (curve := run.accuracy_curve())]
         for number, curve in enumerate(curves):
-            seconds, accuracies = zip(*curve[:: 1 + len(curve) // MOST_EVALUATIONS], strict=True)
+            seconds, accuracies = zip(*curve[:: -1 - len(curve) // MOST_EVALUATIONS], strict=True)
             axes.plot(
                 seconds,
                 accuracies,
-                linestyle=_LINES[like.index(point) % len(_LINES)],
-                marker=_MARKER.get(point.strategy, "D"),
                 markersize=3,
+                markevery=1 + len(seconds) // 6,
                 linewidth=1,
-                color=_COLOUR.get(point.strategy, "#777777"),
                 label=None if number else point.label,
+                **_curve(point.strategy, like.index(point)),
             )
     axes.set_xlabel("seconds since the run's start")
     axes.set_ylabel("validation accuracy")
@@ -168,42 +168,55 @@ def _accuracy(axes: Axes, group: Group) -> bool:
     return bool(axes.lines)
 
 
-def _series(group: Group) -> list[tuple[str, list[Point]]]:
-    """Points that differ in devices only, as one curve; at most MOST_SERIES, the fastest."""
+def _series(group: Group) -> list[tuple[str, int, list[Point]]]:
+    """(name, number within its strategy, points that differ in devices only): single and the fastest, MOST_SERIES in all."""
     found: dict[str, list[Point]] = {}
     for point in group.points:
         if point.speed:
-            found.setdefault(", ".join(filter(None, (point.strategy, point.options))), []).append(point)
+            found.setdefault(f"{point.strategy}{point.suffix}", []).append(point)
 
-    def top(points: list[Point]) -> float:
-        return max(point.speed.median for point in points if point.speed)
+    def slowness(name: str) -> tuple[bool, float]:
+        return name != "single", -max(point.speed.median for point in found[name] if point.speed)
 
-    kept = sorted(found, key=lambda name: -top(found[name]))[:MOST_SERIES]
-    return [(name, points) for name, points in found.items() if name in kept]
+    kept = sorted(found, key=slowness)[:MOST_SERIES]
+    series, count = [], Counter[str]()
+    for name, points in found.items():
+        if name in kept:
+            series.append((name, count[points[0].strategy], points))
+            count[points[0].strategy] += 1
+    return series
 
 
-def _errorbars(axes: Axes, place: int, name: str, measured: list[tuple[Point, Summary | None]]) -> None:
+def _errorbars(axes: Axes, name: str, number: int, measured: list[tuple[Point, Summary | None]]) -> None:
     known = [(point, summary) for point, summary in measured if summary]
-    strategy = known[0][0].strategy
     summaries = [summary for _, summary in known]
     axes.errorbar(
         [point.devices for point, _ in known],
         [summary.median for summary in summaries],
         yerr=_errors(summaries),
         label=name,
-        color=_COLOUR.get(strategy, "#777777"),
-        marker=_MARKER.get(strategy, "D"),
-        linestyle=_LINES[place % len(_LINES)],
         markersize=5,
         linewidth=1.2,
         capsize=3,
+        **_curve(known[0][0].strategy, number),
     )
-    hollow = [(point.devices, summary.median) for point, summary in known if point.needless_threads]
-    if hollow:
-        axes.plot(*zip(*hollow, strict=True), "o", markersize=11, markerfacecolor="none", color="#777777")
+    ringed = [(point.devices, summary.median) for point, summary in known if point.needless_threads]
+    for devices, median in ringed:
+        axes.plot(devices, median, "o", markersize=11, markerfacecolor="none", color="#777777")
+
+
+def _curve(strategy: str, number: int) -> dict[str, Any]:
+    """Colour tells the strategy; marker and line, the `number`-th curve of it."""
+    markers = _MARKERS.get(strategy, "D")
+    return {
+        "color": _COLOUR.get(strategy, "#777777"),
+        "marker": markers[number % len(markers)],
+        "linestyle": _LINES[number % len(_LINES)],
+    }
 
 
 def _errors(summaries: list[Summary], scale: float = 1) -> list[list[float]]:
+    """Distances below and above the medians, as matplotlib takes them."""
     below = [(summary.median - summary.low) * scale for summary in summaries]
     return [below, [(summary.high - summary.median) * scale for summary in summaries]]
 
@@ -220,7 +233,7 @@ def _finish(axes: Axes, most: int, label: str) -> None:
 
 
 def _name_bars(axes: Axes, points: list[Point]) -> None:
-    long = len(points) > 6 or any(point.options for point in points)
+    long = sum(len(point.label) for point in points) > 50
     axes.set_xticks(
         range(len(points)), [p.label for p in points], rotation=40 if long else 0, ha="right" if long else "center"
     )
@@ -249,5 +262,5 @@ _PLOTS = (
         "One wide bar is one process, whose devices cannot be told apart.",
     ),
     (_step_time, "Time of one step, split by medians. What was not measured apart is not split."),
-    (_accuracy, "Validation accuracy against wall time, one curve per repeat."),
+    (_accuracy, "Validation accuracy against wall time, one curve per repeat, of at most 5 repeats."),
 )

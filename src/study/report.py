@@ -16,14 +16,16 @@ from src.records import write_json, write_text
 from src.study import tables
 from src.study.advice import Recommendation, advise, recommend
 from src.study.claims import Claim, Correction, correct, judge
-from src.study.collect import Run, collect, read_jobs
+from src.study.collect import Run, collect, read_sweep
 from src.study.comparison import MEASURES, Group, Point, group, hardware, shared, varied
+from src.study.jobs import Jobs
 from src.study.statistics import Summary
 
 FORMAT = 1
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
 MOST_GROUPS_PLOTTED = 10
-MOST_GROUPS_SHOWN = 40
+MOST_PLOT_BYTES = 1_000_000
+MOST_GROUPS_SHOWN = 30
 MOST_UNFINISHED_SHOWN = 300
 
 
@@ -41,7 +43,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    sweeps: list[dict[str, Any]]
+    sweeps: list[Jobs]
     runs: list[Run]
     counts: str
     recommendations: list[Recommendation]
@@ -74,7 +76,7 @@ def _compare(runs: list[Run], folders: Sequence[Path]) -> Report:
         # A skipped or failed job may have no record of its hardware: its refusal counts as evidence everywhere.
         here = [r for r in runs if not r.environment or (hardware(r) == name and r.accelerator in accelerators)]
         machines.append(Machine(name, mine, here, judge(mine, here), correct(mine, here), advise(mine)))
-    sweeps = [{"folder": folder, **read_jobs(folder)} for folder in folders if (folder / "jobs.json").is_file()]
+    sweeps = [read_sweep(folder) for folder in folders if (folder / "jobs.json").is_file()]
     return Report(sweeps, runs, _counts(runs), [recommend(g) for g in groups], machines, groups)
 
 
@@ -97,31 +99,42 @@ def _render(template: str, report: Report, out: Path) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(
-        tables=tables, shared=shared, varied=varied, draw=_draw, href=lambda run: _href(run, out)
-    )
+    environment.globals.update(tables=tables, shared=shared, varied=varied, href=lambda run: _href(run, out))
     unfinished = [run for run in report.runs if not run.comparable]
     return environment.get_template(template).render(
         report=report,
         groups=report.groups[:MOST_GROUPS_SHOWN],
-        plotted=report.groups[:MOST_GROUPS_PLOTTED],
+        plots=_plots(report.groups) if environment.autoescape else {},
         unfinished=unfinished[:MOST_UNFINISHED_SHOWN],
         num_unfinished=len(unfinished),
     )
 
 
-def _draw(members: Group) -> list[tuple[str, Any]]:
+def _plots(groups: Sequence[Group]) -> dict[Group, list[tuple[str, Any]]]:
+    """(caption, SVG) of the first groups, as many as keep report.html small."""
     from markupsafe import Markup
 
     from src.study.plots import draw
 
-    return [(caption, Markup(svg)) for caption, svg in draw(members)]  # matplotlib escaped all text in it
+    plots: dict[Group, list[tuple[str, Any]]] = {}
+    size = 0
+    for members in groups[:MOST_GROUPS_PLOTTED]:
+        drawn = draw(members)
+        size += sum(len(svg) for _, svg in drawn)
+        if size > MOST_PLOT_BYTES:
+            break
+        plots[members] = [(caption, Markup(svg)) for caption, svg in drawn]  # matplotlib escaped all text in it
+    return plots
 
 
 def _href(run: Run, out: Path) -> str:
     """Relative link to the run's result, or to its folder where there is none."""
     target = run.folder / "result.json" if run.result else run.folder
-    return quote(Path(os.path.relpath(target, out)).as_posix())
+    return quote(_relative(target, out))
+
+
+def _relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out)).as_posix()
 
 
 def _markdown(text: object) -> str:
@@ -146,7 +159,7 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
     result = run.result
     return {
         "run": run.name,
-        "folder": Path(os.path.relpath(run.folder, out)).as_posix(),
+        "folder": _relative(run.folder, out),
         "status": run.status,
         "reason": run.doubt or run.reason,
         "compared": run.comparable,
@@ -175,8 +188,8 @@ def _plain(report: Report, out: Path) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "sweeps": [
-            {"folder": Path(os.path.relpath(sweep["folder"], out)).as_posix()}
-            | {key: sweep.get(key) for key in ("command", "created", "status")}
+            {"folder": _relative(sweep.folder, out)}
+            | {key: getattr(sweep, key) for key in ("command", "created", "status")}
             for sweep in report.sweeps
         ],
         "counts": report.counts,
@@ -218,6 +231,7 @@ def _plain_point(members: Group, point: Point) -> dict[str, Any]:
 
     difference = members.accuracy_difference(point)
     return {
+        "label": point.label,
         "strategy": point.strategy,
         "devices": point.devices,
         "options": point.options,

@@ -1,0 +1,532 @@
+"""Wrong input is refused early, by name: exit code 2, one line, no run folder, no child process, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train
+from src import machine
+from src.config.compose import compose_command, freeze, is_known, read_frozen
+from src.config.resolve import global_batch, resolve
+from src.config.schema import Config
+from src.launch.ranks import NEEDED, ranks_from_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "train.py"
+RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES")
+Refuse = Callable[..., str]
+
+
+def fake_cuda(count: int) -> tuple[machine.CudaDevice, ...]:
+    return tuple(machine.CudaDevice(index, "fake", 1, f"GPU-{index}") for index in range(count))
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Runs train.py's main here, in an empty folder, on a machine without CUDA; returns the one line it refuses with."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(0))
+    monkeypatch.setattr(subprocess, "Popen", _no_child)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        capfd.readouterr()
+        try:
+            code = train.main()
+        except SystemExit as leave:  # argparse
+            code = leave.code
+        out, err = capfd.readouterr()
+        assert code == 2, f"{words} ended with {code}: {err or out}"
+        assert "Traceback" not in err
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("train.py: ")
+        assert out == ""
+        assert list(here.iterdir()) == [], "a refused command leaves no folder"
+        return err
+
+    return run
+
+
+def _no_child(*words: object, **options: object) -> None:
+    raise AssertionError(f"a refused command started a process: {words}")
+
+
+def write_yaml(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# Each row: the command's words, then what its line must name.
+MISSPELT_KEYS = [
+    ("modle=resnet18", "modle=resnet18", "model"),
+    ("+modle=resnet18", "modle=resnet18", "model"),
+    ("++modle=resnet18", "modle=resnet18", "model"),
+    ("~modle", "modle", "model"),
+    ("train.epoch=3", "train.epoch=3", "train.epochs"),
+    ("+train.epoch=3", "train.epoch=3", "train.epochs"),
+    ("++train.epoch=3", "train.epoch=3", "train.epochs"),
+    ("model.ema.decy=0.9", "model.ema.decy=0.9", "model.ema.decay"),
+    ("epochs=3", "epochs=3", "train.epochs"),
+    ("batch_size=3", "batch_size=3", "data.batch_size"),
+    ("+model._target_=os.system", "model._target_=os.system"),
+    ("_target_=os.system", "_target_=os.system"),
+    ("model.kwargs.depth=3", "model.kwargs.depth", "+model.kwargs.depth"),
+    ("hydra.runn.dir=x", "hydra.runn"),
+    ("+hydra.runn.dir=x", "hydra.runn"),
+    ("++hydra.runn.dir=x", "hydra.runn"),
+    ("hydra.run.dirr=x", "hydra.run.dirr"),
+    ("+hydra.run.dirr=x", "hydra.run.dirr"),
+    ("++hydra.run.dirr=x", "hydra.run.dirr"),
+    ("+hydra.nonsense=1", "hydra.nonsense"),
+    ("hydra/launchr=basic", "hydra/launchr"),
+]
+GROUP_OPTIONS = [
+    ("model=resnet81", "model=resnet81", "resnet18"),
+    ("optim=sgdd", "optim=sgdd", "sgd"),
+    ("data=foldr", "data=foldr", "folder"),
+    ("parallel=ddpp", "parallel=ddpp", "ddp"),
+    ("experiment=nope", "experiment=nope", "digits_vit"),
+    ("debug=nope", "debug=nope", "fast", "overfit"),
+    ("model=null", "model"),
+    ("hydra/launcher=joblib", "hydra/launcher", "joblib"),
+    ("hydra=nope", "hydra", "nope"),
+]
+NAMES = [
+    ("model.name=resnet81", "model.name=resnet81", "resnet18"),
+    ("model.name=vit_tinny_patch16_224", "model.name=vit_tinny_patch16_224", "vit_tiny_patch16_224"),
+    ("model.name=os.system", "model.name=os.system"),
+    ("model.name=", "model.name="),
+    ("model.name=src.nothing.Net", "model.name=src.nothing.Net"),
+    ("model.name=src.model.Nothing", "model.name=src.model.Nothing"),
+    ("model.name=resnet18.nonsense", "model.name=resnet18.nonsense"),
+    ("optim.opt=adamww", "optim.opt=adamww", "adamw"),
+    ("optim.sched=cosin", "optim.sched=cosin", "cosine"),
+    ("data.name=digit", "data.name=digit", "digits"),
+    ("data.name=src.nothing.Images", "data.name=src.nothing.Images"),
+    ("train.precision=fp8", "train.precision=fp8", "bf16"),
+    ("parallel.strategy=ddpp", "parallel.strategy=ddpp", "ddp"),
+    ("parallel.accelerator=gpu", "parallel.accelerator=gpu", "cuda"),
+    ("checkpoint.metric=acc", "checkpoint.metric=acc", "val/acc"),
+    ("optimized_metric=val/ac", "optimized_metric=val/ac", "val/acc"),
+]
+WRONG_TYPES = [
+    ("optim.lr=abc", "optim.lr", "abc"),
+    ("optim.lr=", "optim.lr"),
+    ("optim.lr=null", "optim.lr", "null"),
+    ("optim.lr=[1]", "optim.lr", "[1]"),
+    ("train.epochs=1.5", "train.epochs", "1.5"),
+    ("train.epochs=two", "train.epochs", "two"),
+    ("seed=1.5", "seed", "1.5"),
+    ("seed=null", "seed", "null"),
+    ("model.name=null", "model.name", "null"),
+    ("model.kwargs=3", "model.kwargs", "3"),
+    ("print_config=maybe", "print_config", "maybe"),
+    ("tags=x", "tags", "x"),
+    ("data.workers=many", "data.workers=many", "auto"),
+    ("data.workers=1.5", "data.workers", "1.5"),
+    ("data.augment.scale=abc", "data.augment.scale", "abc"),
+    ("data.augment.scale=[0.1]", "data.augment.scale=[0.1]"),
+    ("parallel.devices=two", "parallel.devices=two", "auto"),
+    ("parallel.devices=1.5", "parallel.devices", "1.5"),
+    ("parallel.devices=true", "parallel.devices"),
+    ("train.epochs=1,2", "train.epochs=1,2"),
+    ("optim.lr=choice(1,2)", "optim.lr=choice(1,2)", "--multirun"),
+    ("optim.lr=${nope}", "optim.lr", "nope"),
+    ("optim.lr=${optim.lr}", "optim.lr"),
+    ("model.name", "model.name"),
+]
+WRONG_NUMBERS = [
+    ("optim.lr=nan", "optim.lr=nan"),
+    ("optim.lr=inf", "optim.lr=inf"),
+    ("optim.lr=-inf", "optim.lr=-inf"),
+    ("optim.lr=1e400", "optim.lr=inf"),
+    ("optim.lr=0", "optim.lr=0"),
+    ("optim.lr=-1", "optim.lr=-1"),
+    ("optim.weight_decay=nan", "optim.weight_decay=nan"),
+    ("optim.weight_decay=-0.1", "optim.weight_decay=-0.1"),
+    ("optim.momentum=1.5", "optim.momentum=1.5"),
+    ("optim.clip_grad=0", "optim.clip_grad=0"),
+    ("optim.decay_milestones=[1,nan]", "optim.decay_milestones"),
+    ("model.ema.decay=2", "model.ema.decay=2"),
+    ("train.epochs=0", "train.epochs=0"),
+    ("train.epochs=-1", "train.epochs=-1"),
+    ("train.max_steps=0", "train.max_steps=0"),
+    ("train.accumulate=0", "train.accumulate=0"),
+    ("train.log_every=0", "train.log_every=0"),
+    ("train.evaluate_every=-1", "train.evaluate_every=-1"),
+    ("train.smoothing=1.5", "train.smoothing=1.5"),
+    ("data.batch_size=0", "data.batch_size=0"),
+    ("data.batch_size=-4", "data.batch_size=-4"),
+    ("data.image_size=0", "data.image_size=0"),
+    ("data.workers=-1", "data.workers=-1"),
+    ("data.limit_train=0", "data.limit_train=0"),
+    ("data.augment.hflip=2", "data.augment.hflip=2"),
+    ("data.augment.mixup=nan", "data.augment.mixup=nan"),
+    ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
+    ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
+    ("parallel.devices=0", "parallel.devices=0"),
+    ("parallel.devices=-1", "parallel.devices=-1"),
+    ("parallel.threads_per_device=0", "parallel.threads_per_device=0"),
+    ("parallel.timeout=0", "parallel.timeout=0"),
+    ("checkpoint.keep=0", "checkpoint.keep=0"),
+    ("checkpoint.every_steps=0", "checkpoint.every_steps=0"),
+    ("seed=-1", "seed=-1"),
+    ("seed=99999999999999999999999", "seed=99999999999999999999999"),
+]
+ACROSS_GROUPS = [
+    ("parallel=ddp parallel.devices=2 data.batch_size=63", "data.batch_size=63", "2 devices", "62", "64"),
+    ("parallel=ddp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
+    ("parallel=dp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
+    ("parallel=ddp parallel.devices=2 data.batch_size=6 data.augment.mixup=0.2", "data.batch_size=6", "mixup"),
+    ("data.batch_size_per_device=4", "data.batch_size=64", "data.batch_size_per_device=4"),
+    ("parallel=single parallel.devices=2", "parallel.devices=2", "single"),
+    ("parallel=single parallel.static_graph=true", "parallel.static_graph", "ddp", "single"),
+    ("parallel=ddp parallel.dim=1", "parallel.dim=1", "dp"),
+    ("parallel=dp parallel.bucket_cap_mb=1", "parallel.bucket_cap_mb=1", "ddp"),
+    ("parallel=dp parallel.max_restarts=1", "parallel.max_restarts=1", "ddp"),
+    ("parallel=single parallel.device_ids=[0]", "parallel.device_ids=[0]", "single"),
+    ("parallel=dp model.compile=true", "model.compile", "dp"),
+    ("parallel=single model.sync_bn=true", "model.sync_bn", "single"),
+    ("parallel=ddp model.sync_bn=true", "model.sync_bn", "CUDA"),
+    ("parallel=ddp parallel.backend=nccl", "parallel.backend=nccl", "gloo"),
+    ("parallel.accelerator=cuda", "parallel.accelerator=cuda", "no CUDA device"),
+    ("train.evaluate_every=0 train.early_stop=3", "train.early_stop=3", "train.evaluate_every"),
+    ("optim.warmup_epochs=8 train.epochs=8", "optim.warmup_epochs=8", "train.epochs=8"),
+    ("optim.sched=multistep", "optim.sched=multistep", "optim.decay_milestones"),
+    ("data.augment.ratio=[1,2]", "data.augment.ratio", "data.augment.scale"),
+    ("data=folder", "data.root"),
+    ("data=folder data.root=/nonexistent", "data.root=/nonexistent", "/nonexistent/train"),
+    ("data.augment.aa=nonsense", "data.augment.aa=nonsense"),
+]
+WHAT_HYDRA_WOULD_CALL = [
+    ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),
+    ("++hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),
+    ("++hydra.sweeper._target_=os.system", "hydra.sweeper._target_=os.system"),
+    ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
+    ("++hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
+    ("++hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging"),
+    ("++hydra.job_logging.handlers.x={class:src.model.build_model}", "hydra.job_logging"),
+    ("--experimental-rerun=job.pickle", "--experimental-rerun"),
+]
+PLACES = [
+    ("--config-name=nope", "nope"),
+    ("--config-path=/nope", "--config-path=/nope"),
+    ("--config-dir=/nope", "--config-dir=/nope"),
+    ("hydra.run.dir=", "hydra.run.dir"),
+    ("hydra.run.dir=null", "hydra.run.dir"),
+    (f"hydra.run.dir={TRAIN}/below", "hydra.run.dir", "train.py/below"),
+    ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
+    ("hydra.mode=MULTIRUN", "hydra.mode", "--multirun"),
+    ("resume=/nonexistent", "resume=/nonexistent"),
+    ("--hlep", "--hlep"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        pytest.param(row[0], row[1:], id=row[0])
+        for rows in (
+            MISSPELT_KEYS,
+            GROUP_OPTIONS,
+            NAMES,
+            WRONG_TYPES,
+            WRONG_NUMBERS,
+            ACROSS_GROUPS,
+            WHAT_HYDRA_WOULD_CALL,
+            PLACES,
+        )
+        for row in rows
+    ],
+)
+def test_a_wrong_word_on_the_command_line_is_refused_by_name(
+    refuse: Refuse, command: str, named: tuple[str, ...]
+) -> None:
+    line = refuse(*command.split(" "))
+    assert [name for name in named if name not in line] == [], line
+
+
+YAML_FILES = [
+    ("modle: 3", "modle"),
+    ("train: {epoch: 3}", "train.epoch", "train.epochs"),
+    ("model: {ema: {decy: 0.9}}", "model.ema.decy", "model.ema.decay"),
+    ("defaults: [{override /modle: tiny}]", "modle"),
+    ("defaults: [{override /model: resnet81}]", "model", "resnet81"),
+    ("optim: {lr: abc}", "optim.lr", "abc"),
+    ("optim: {lr: .nan}", "optim.lr=nan"),
+    ("train: {epochs: null}", "train.epochs"),
+    ("data: {root: '???', name: folder}", "data.root"),
+    ("task_name: ???", "task_name"),
+    ("hydra: {runn: {dir: x}}", "hydra.runn"),
+    ("hydra: {run: {dirr: x}}", "hydra.run.dirr"),
+    ("hydra: {launcher: {_target_: os.system}}", "hydra.launcher._target_=os.system"),
+    ("hydra: {callbacks: {x: {_target_: os.system}}}", "hydra.callbacks"),
+    ("hydra: {job_logging: {handlers: {x: {'()': os.system, command: 'exit 1'}}}}", "hydra.job_logging"),
+    ("train: [1", "wrong"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), [pytest.param(row[0], row[1:], id=row[0]) for row in YAML_FILES])
+def test_a_wrong_word_in_a_yaml_file_is_refused_by_name(
+    refuse: Refuse, tmp_path: Path, text: str, named: tuple[str, ...]
+) -> None:
+    write_yaml(tmp_path / "conf", "experiment/wrong.yaml", f"# @package _global_\n{text}\n")
+    line = refuse("--config-dir", str(tmp_path / "conf"), "experiment=wrong")
+    assert [name for name in named if name not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("epochs: 10", "epoch: 10", "train.epoch"),
+        ("seed: 42", "sede: 42", "sede"),
+        ("lr: 0.001", "lr: much", "optim.lr"),
+        ("chdir: false", "chdirr: false", "hydra.job.chdirr"),
+    ],
+)
+def test_a_wrong_word_in_a_finished_runs_config_is_refused_by_name(
+    refuse: Refuse, tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    freeze(Config(), tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert old in text
+    write_yaml(tmp_path / "run", "config.yaml", text.replace(old, new, 1))
+    assert named in refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("parallel=ddp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
+        ("parallel=dp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
+        ("parallel=single parallel.devices=2", ("parallel.devices=2", "single")),
+        ("parallel=dp parallel.devices=2 parallel.device_ids=[0,2]", ("parallel.device_ids=[0, 2]", "0 to 1")),
+        ("parallel=ddp parallel.devices=2 parallel.device_ids=[1,1]", ("parallel.device_ids=[1, 1]", "different")),
+        ("parallel=dp parallel.devices=2 parallel.output_device=2", ("parallel.output_device=2", "0 to 1")),
+    ],
+)
+def test_more_cuda_devices_than_there_are_is_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(2))
+    line = refuse(*command.split(" "))
+    assert [name for name in named if name not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK")),
+        ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
+        ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),
+        ({**dict.fromkeys(NEEDED, "1"), "RANK": "1"}, ("RANK=1", "WORLD_SIZE=1")),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_STEP_NUM_TASKS=2", "torchrun")),
+    ],
+)
+def test_a_half_set_environment_is_refused_by_name(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: tuple[str, ...]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = refuse("model=tiny")
+    assert [name for name in named if name not in line] == [], line
+
+
+def test_a_whole_or_an_empty_rank_environment_is_accepted() -> None:
+    assert ranks_from_environment({}) is None
+    whole = {**dict.fromkeys(NEEDED, "2"), "RANK": "1", "LOCAL_RANK": "1"}
+    ranks = ranks_from_environment(whole)
+    assert ranks is not None
+    assert (ranks.rank, ranks.world_size, ranks.is_first) == (1, 2, False)
+
+
+# Good and bad values side by side: any combination is either a config that can be frozen and read again, or one line.
+OVERRIDES = {
+    "model": ["tiny", "resnet18", "resnet81", "null"],
+    "data": ["digits", "synthetic", "folder", "foldr"],
+    "parallel": ["single", "dp", "ddp", "auto", "ddpp", "null"],
+    "optim": ["sgd", "adamw", "sgdd"],
+    "experiment": ["digits_vit", "null", "nope"],
+    "debug": ["fast", "null"],
+    "modle": ["tiny"],
+    "+model.kwargs.depth": ["2", "{a: 1}"],
+    "++model.name": ["vit_tiny_patch16_224", "resnet81", "null", "os.system", "[a]"],
+    "+train.epoch": ["3"],
+    "train.epochs": ["1", "0", "-1", "1.5", "nan", "''", "[1]", "null", "9999999999999999999999"],
+    "train.max_steps": ["1", "null", "0"],
+    "train.precision": ["bf16", "fp8", "null"],
+    "train.evaluate_every": ["0", "1", "-1"],
+    "train.early_stop": ["1", "null"],
+    "optim.lr": ["0.1", "nan", "inf", "-1", "abc", "${optim.min_lr}", "${nope}", "true"],
+    "optim.warmup_epochs": ["0", "1", "100", "nan"],
+    "optim.sched": ["none", "multistep", "cosin"],
+    "optim.decay_milestones": ["[1,2]", "[]", "[nan]", "3", "null"],
+    "optim.kwargs": ["{betas:[0.9,0.95]}", "null", "3"],
+    "data.batch_size": ["64", "63", "1", "0", "null", "many"],
+    "data.batch_size_per_device": ["3", "null", "0"],
+    "data.workers": ["0", "auto", "-1", "1.5", "many", "null"],
+    "data.augment.scale": ["[0.1,1]", "[1]", "[]", "[nan,1]", "[a,b]", "null", "3"],
+    "data.augment.mixup": ["0.2", "nan"],
+    "parallel.devices": ["1", "2", "3", "auto", "0", "-1", "two", "1.5", "true", "null"],
+    "parallel.threads_per_device": ["1", "auto", "0", "null"],
+    "parallel.device_ids": ["[0]", "[0,0]", "[a]", "null"],
+    "parallel.bucket_cap_mb": ["1", "0", "null"],
+    "parallel.accelerator": ["cpu", "auto", "cuda", "mps", "tpu"],
+    "parallel.backend": ["gloo", "nccl", "auto", "smoke"],
+    "seed": ["0", "-1", "null", "1.5"],
+    "tags": ["[a]", "a", "[1]", "null"],
+    "hydra.run.dir": ["x", "null"],
+    "+hydra.run.dirr": ["x"],
+    "hydra.launcher._target_": ["os.system"],
+    "++hydra.callbacks.x._target_": ["os.system"],
+}
+COMBINATIONS = st.lists(
+    st.sampled_from(sorted(OVERRIDES)).flatmap(lambda key: st.sampled_from(OVERRIDES[key]).map(lambda v: f"{key}={v}")),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda override: override.partition("=")[0],
+)
+
+
+def parse(words: list[str]) -> object:
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_args(words)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
+def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_key(
+    overrides: list[str], cuda: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
+        patch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(cuda))
+        try:
+            config = resolve(compose_command(parse(overrides)).config)
+        except ValueError as error:
+            line = " ".join(str(error).split())
+            key = re.match(r"[+~]{0,2}([\w./]+)", line)
+            assert key, line
+            given_keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+            assert is_known(key.group(1)) or key.group(1) in given_keys or key.group(1).startswith("hydra."), line
+            return
+        assert "auto" not in (
+            config.parallel.strategy,
+            config.parallel.devices,
+            config.parallel.accelerator,
+            config.parallel.threads_per_device,
+            config.parallel.backend,
+        )
+        assert global_batch(config) >= int(config.parallel.devices) >= 1
+        freeze(config, Path(scratch))
+        assert dataclasses.asdict(read_frozen(Path(scratch))) == dataclasses.asdict(config)
+
+
+# As real processes. `python -c` runs train.py and then says on stdout whether torch was imported on the way.
+SPY = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+code = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as leave:
+    code = leave.code or 0
+print("\\nimported:", *sorted({"torch", "timm", "torchvision"} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def run_process(*words: str, cwd: Path, spy: bool = True) -> tuple[subprocess.CompletedProcess[str], float]:
+    """train.py with these words, and the seconds it took."""
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment["PYTHONPATH"] = str(ROOT)
+    program = [sys.executable, "-c", SPY, str(TRAIN)] if spy else [sys.executable, str(TRAIN)]
+    started = time.monotonic()
+    done = subprocess.run([*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return done, time.monotonic() - started
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("modle=resnet18", "modle=resnet18"),
+        ("++hydra.runn.dir=x", "runn"),
+        ("parallel=ddp parallel.devices=2 data.batch_size=63 parallel.accelerator=cpu", "data.batch_size=63"),
+        ("model.name=resnet81", "resnet18"),
+    ],
+)
+def test_a_refusal_is_quick_leaves_nothing_and_imports_no_torch(tmp_path: Path, command: str, named: str) -> None:
+    done, seconds = run_process(*command.split(" "), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert named in done.stderr
+    assert done.stdout.split() == ["imported:"]
+    assert list(tmp_path.iterdir()) == []
+    assert seconds < 10, "promised is a second on an idle machine; this limit only catches an import of torch and worse"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_help_shows_groups_options_and_three_commands_without_torch(tmp_path: Path) -> None:
+    done, _ = run_process("--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for group in ("model", "data", "parallel", "optim", "experiment", "debug"):
+        options = sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+        assert re.search(rf"^{group}: {', '.join(options)}$", done.stdout, re.MULTILINE), group
+    assert len(re.findall(r"^\s+python train\.py", done.stdout, re.MULTILINE)) >= 3
+    assert done.stdout.splitlines()[-1].split() == ["imported:"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_cfg_job_shows_all_keys_without_torch(tmp_path: Path) -> None:
+    done, _ = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line in ("  strategy: ddp", "  lr: 0.25", "  smoothing: 0.0", "seed: 42"):
+        assert line in done.stdout.splitlines(), line
+    assert done.stdout.splitlines()[-1].split() == ["imported:"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_shell_completion_installs_and_completes(tmp_path: Path) -> None:
+    done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
+    assert done.returncode == 0, done.stderr
+    assert "COMP_WORDBREAKS" in done.stdout
+    environment = {"COMP_LINE": "python train.py parallel=", "COMP_POINT": "25", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), "--shell-completion", "query=bash"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"parallel=ddp", "parallel=dp", "parallel=single"} <= set(done.stdout.split())
+    assert list(tmp_path.iterdir()) == []
