@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from src.build import Parts
 from src.config.resolve import global_batch, learning_rate
 from src.config.schema import Config
@@ -125,7 +127,7 @@ def collect(run: Run, proof: Proof) -> Result:
             "chunk_sizes": strategy.chunk_sizes(global_batch(config)),
             "optimizers": strategy.world_size,
             "optimizer_state_bytes": state_bytes,
-            "tensorboard_writers": sum(strategy.gather(int(run.recorder.enabled))),
+            "files_per_rank": dict(enumerate(strategy.gather(_open_files(run.folder)))),
             **_count_indices(parts, strategy),
         },
     )
@@ -161,6 +163,14 @@ def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:
     }
 
 
+def _open_files(folder: Path) -> int:
+    """Files of the run folder that this rank writes: those it holds open."""
+    try:
+        return sum(Path(file.path).is_relative_to(folder.resolve()) for file in psutil.Process().open_files())
+    except psutil.Error:
+        return 0
+
+
 def _state_bytes(optimizer: Any) -> int:
     tensors = (
         value for state in optimizer.state.values() for value in state.values() if hasattr(value, "element_size")
@@ -172,8 +182,6 @@ def _seconds(first_step_at: float | None) -> dict[str, float | None]:
     """From the command to the first step's end, and to now."""
     started = float(os.environ.get("RUN_STARTED_AT", 0)) or None
     if started is None:  # torchrun: its start is the parent's
-        import psutil
-
         started = psutil.Process(os.getppid()).create_time()
     return {
         "start_to_first_step": None if first_step_at is None else first_step_at - started,

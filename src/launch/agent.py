@@ -90,7 +90,8 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # launch/job.py tells what failed
+    for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
     launch = LaunchConfig(
         min_nodes=1,

@@ -44,7 +44,8 @@ def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None 
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
         _record(config, folder, "interrupted", f"stopped by {name}")
-        print(f"Stopped by {name}. Go on with: python train.py resume={folder}", file=console)
+        saved = any((folder / "checkpoints").glob("*.pt"))
+        print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
         return 128 + ended.signal
     failure = first_failure(folder, ended.exit_codes)
     _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)

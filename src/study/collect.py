@@ -208,7 +208,10 @@ def _read_folder(folder: Path, root: Path) -> Iterator[Run]:
 
 def _read_run(folder: Path, root: Path, job: Job | None) -> Run:
     """`job` is None where the folder is a run by itself."""
-    result = read_result(folder) if (folder / "result.json").is_file() else None
+    try:
+        result = read_result(folder) if (folder / "result.json").is_file() else None
+    except ValueError as error:
+        raise ValueError(f"{error}; or run that job again, or leave the folder out") from None
     environment = folder / "environment.json"
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result is not None and status not in ("waiting", "running"):

@@ -1,0 +1,262 @@
+"""What a run leaves is whole or not there, belongs to one run, and is read back as it was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.records import (
+    FORMAT,
+    STATUSES,
+    MetricsLog,
+    Result,
+    claim_folder,
+    read_metrics,
+    read_result,
+    write_json,
+    write_result,
+    write_text,
+)
+
+
+def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:
+    """More claims than threads, all let go at once, for the same name below a parent that does not exist yet."""
+    count = 24
+    gate, claimed = threading.Barrier(count), []
+
+    def claim() -> None:
+        gate.wait()
+        claimed.append(claim_folder(tmp_path / "day" / "time"))
+
+    threads = [threading.Thread(target=claim) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == len(set(claimed)) == count
+    assert all(folder.is_dir() for folder in claimed)
+    assert {folder.name for folder in claimed} == {"time", *(f"time_{number}" for number in range(1, count))}
+
+
+def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text("earlier")
+    assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
+    assert (tmp_path / "run" / "result.json").read_text() == "earlier"
+
+
+def test_a_file_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+@pytest.mark.parametrize("where", ["file/run", "", "."])
+def test_a_folder_that_cannot_be_made_is_refused_by_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ValueError, match=r"hydra\.run\.dir=") as refusal:
+        claim_folder(Path(where))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_read_only_place_is_refused_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"hydra\.run\.dir="):
+        claim_folder(tmp_path / "run")
+
+
+def crash(*words: object, **options: object) -> None:
+    raise OSError("the power went out")
+
+
+@pytest.mark.parametrize("moment", ["replace", "fsync"])
+@pytest.mark.parametrize("write", [write_json, write_text])
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Any], None], moment: str
+) -> None:
+    path = tmp_path / "result.json"
+    write(path, "first")
+    before = path.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, moment, crash)
+        with pytest.raises(OSError, match="power"):
+            write(path, "second")
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+    write(path, "second")
+    assert path.read_text() != before
+
+
+def test_a_value_that_is_no_json_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, {"whole": True})
+    with pytest.raises(TypeError):
+        write_json(path, {"whole": object()})
+    assert json.loads(path.read_text()) == {"whole": True}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def reject(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    write_json(tmp_path / "value.json", {"loss": nan, "list": [1.5, -inf, (inf, 2)], "deep": {"er": {"x": nan}}})
+    text = (tmp_path / "value.json").read_text()
+    expected = {"loss": None, "list": [1.5, None, [None, 2]], "deep": {"er": {"x": None}}}
+    assert json.loads(text, parse_constant=reject) == expected
+
+
+def test_a_logged_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(1, loss=float("nan"), acc=0.5)
+    log.close()
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": None, "acc": 0.5}]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no result.json"),
+        ("", "cannot be read as JSON"),
+        ('{"status": "do', "cannot be read as JSON"),
+        ("\x00\x00\x00", "cannot be read as JSON"),
+        ("[]", "not a result"),
+        ("null", "not a result"),
+        ('"done"', "not a result"),
+        ('{"loss": 1}', "not a result"),
+        (json.dumps({"status": "done", "format": FORMAT + 1}), f"format {FORMAT + 1} is newer"),
+        (json.dumps({"status": "done", "format": "abc"}), "format"),
+        (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
+    ],
+)
+def test_what_is_no_result_is_refused_with_file_and_reason(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=said) as refusal:
+        read_result(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_bytes_that_are_no_text_are_refused_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ValueError, match=r"result\.json"):
+        read_result(tmp_path)
+
+
+def test_a_result_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Keys that came later take their defaults; keys that have gone are left out."""
+    (tmp_path / "result.json").write_text('{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}')
+    result = read_result(tmp_path)
+    assert result.val == {"acc": 0.5}
+    assert (result.memory, result.objective, result.reason) == ([], None, "")
+    (tmp_path / "result.json").write_text('{"status": "failed"}')
+    assert read_result(tmp_path).status == "failed"
+
+
+def test_a_status_that_does_not_exist_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        write_result(tmp_path, Result(status="wonderful"))
+    assert list(tmp_path.iterdir()) == []
+
+
+NUMBERS = st.none() | st.integers(0, 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+TABLES = st.dictionaries(st.text(max_size=8), NUMBERS | st.text(max_size=8), max_size=4)
+RESULTS = st.builds(
+    Result,
+    status=st.sampled_from(STATUSES),
+    reason=st.text(),
+    strategy=st.sampled_from(["single", "dp", "ddp"]),
+    devices=st.integers(0, 64),
+    threads_per_device=st.none() | st.integers(1, 64),
+    world_size=st.none() | st.integers(1, 64),
+    epochs=st.floats(0, 1e6),
+    train=TABLES,
+    val=TABLES,
+    memory=st.lists(TABLES, max_size=3),
+    objective=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    failure=st.none() | TABLES,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(result=RESULTS)
+def test_a_result_is_read_as_it_was_written(result: Result) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_result(Path(folder), result)
+        assert read_result(Path(folder)) == result
+        assert set(json.loads((Path(folder) / "result.json").read_text())) == {
+            field.name for field in dataclasses.fields(Result)
+        }
+
+
+def logged(path: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(path)]
+
+
+def test_lines_past_the_step_that_is_resumed_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsLog(path)
+    for step in (1, 2, 3, 4):
+        first.write(step, loss=step / 10)
+    first.close()
+    again = MetricsLog(path, resume_step=2)
+    again.write(3, loss=0.9)
+    again.close()
+    assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_a_log_goes_on_without_a_step_and_starts_where_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for resume_step in (None, 0, 5):
+        path.unlink(missing_ok=True)
+        MetricsLog(path, resume_step).close()
+        assert logged(path) == []
+    for step in (1, 2):
+        log = MetricsLog(path)
+        log.write(step, loss=0.5)
+        log.close()
+    assert logged(path) == [(1, 0.5), (2, 0.5)]
+
+
+@pytest.mark.parametrize("cut", range(1, 25))
+def test_a_last_line_cut_by_a_crash_is_left_out_and_does_not_swallow_the_next(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (1, 2):
+        log.write(step, loss=0.25)
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = 2 if cut == 1 else 1  # without its line feed alone, the second line is still whole
+    assert len(logged(path)) == kept
+    again = MetricsLog(path, resume_step=kept)
+    again.write(9, loss=0.75)
+    again.close()
+    assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(1, loss=0.5)
+    assert logged(path) == [(1, 0.5)]
+    log.close()
