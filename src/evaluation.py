@@ -42,6 +42,7 @@ def evaluate_run(folder: Path, split: str, weights: str | None) -> Iterator[tupl
             num_classes=len(images.class_names),
             autocast=AUTOCAST[config.train.precision],
         )
+        assert found is not None  # nobody asked it to stop
         yield name, {"checkpoint": str(path), **found.numbers()}
 
 

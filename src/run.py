@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -17,6 +17,7 @@ from src.config.schema import Config
 from src.launch.ranks import Ranks
 from src.outcome import collect, prove_start, show_banner, show_end
 from src.parallel import build_strategy
+from src.process import Stopped, stop_handler
 from src.records import write_result
 from src.telemetry.console import Console, print_config
 from src.telemetry.recorder import Recorder
@@ -65,6 +66,7 @@ class Run:
         show_banner(config, self.folder, self.parts, strategy, self.progress)
         with Console(strategy.is_first, self.parts.total_steps, self.progress.step) as console:
             self.recorder = Recorder(self.folder, strategy.is_first, console, self.progress.step)
+            stop_handler.request = self.strategy.stopping.request
             while not self.is_finished():
                 self.train_epoch()
                 self.end_epoch()
@@ -125,39 +127,54 @@ class Run:
             if every is not None and report.step % every == 0 and progress.step_in_epoch < parts.steps_per_epoch:
                 self.save(is_best=False)
         parts.meter.epoch_ends()
+        if self.strategy.stopping.is_due(progress.step) and progress.step_in_epoch < parts.steps_per_epoch:
+            self.stop()
 
     def end_epoch(self) -> None:
         """Close the books of an epoch: mean loss, evaluation, memory, checkpoint."""
-        progress = self.progress
-        self.train_loss = progress.loss_sum / max(1, progress.step_in_epoch)
+        progress, train = self.progress, self.config.train
         ended = progress.epoch + progress.step_in_epoch / self.parts.steps_per_epoch
-        progress.epoch, progress.step_in_epoch, progress.loss_sum = progress.epoch + 1, 0, 0.0
-        every, last = self.config.train.evaluate_every, progress.step >= self.parts.total_steps
+        last = progress.step >= self.parts.total_steps
         is_best = False
-        if last or (every and progress.epoch % every == 0):
-            is_best = self.evaluate("val", ended)
+        if last or (train.evaluate_every and (progress.epoch + 1) % train.evaluate_every == 0):
+            is_best = self.evaluate("val", ended, may_stop=True)
+        self.train_loss = progress.loss_sum / max(1, progress.step_in_epoch)
+        progress.epoch, progress.step_in_epoch, progress.loss_sum = progress.epoch + 1, 0, 0.0
         self.recorder.memory(progress.step, ended, self.strategy.memory())
         self.recorder.epoch(
             progress.epoch, self.config.train.epochs, self.train_loss, self.evaluations, progress.best_acc
         )
         self.save(is_best)
 
-    def evaluate(self, split: str, epoch: float) -> bool:
+    def evaluate(self, split: str, epoch: float, may_stop: bool = False) -> bool:
         """Evaluate the bare model on a split; returns whether it is the best on val so far."""
         model = self.parts.trainee.model
         self.strategy.share_buffers(model)
         loader = self.parts.evaluation[split]
-        found = self.evaluations[split] = evaluate(
+        found = evaluate(
             self.strategy.for_evaluation(model),
             loader,
             strategy=self.strategy,
             num_samples=len(loader.reader.split),
             num_classes=self.parts.num_classes,
             autocast=self.parts.autocast,
+            should_stop=(lambda: self.strategy.stopping.is_due(self.progress.step)) if may_stop else None,
         )
+        if found is None:
+            self.stop()
+        self.evaluations[split] = found
         is_best = split == "val" and self.progress.note_evaluation(found, self.config.checkpoint.metric)
         self.recorder.evaluation(self.progress.step, epoch, split, found, self.progress.best_acc)
         return is_best
+
+    def stop(self) -> NoReturn:
+        """Save where we are, which may be between two boundaries or before an epoch's evaluation, and leave."""
+        self.save(is_best=False)
+        self.recorder.close()
+        number = self.strategy.stopping.signal
+        assert number is not None
+        log.info("saved at step %d", self.progress.step)
+        raise Stopped(number)
 
     def evaluate_best(self) -> None:
         """Evaluate the best weights on the test split, where there is one, and val once if it never was."""

@@ -25,7 +25,7 @@ from src.config.compose import ROOT
 from src.config.schema import Config
 from src.process import STOP_SIGNALS
 
-GRACE_SECONDS = 20.0  # for a rank to save and leave after a signal, before it is killed
+GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
 
 
 @dataclass

@@ -11,12 +11,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from src.config.schema import Config
 from src.launch.ranks import Ranks, ranks_from_environment
-from src.process import STOP_SIGNALS, die_with_parent, exit_after_stop_signal, ignore_stop_signals
+from src.process import (
+    STOP_SIGNALS,
+    Stopped,
+    die_with_parent,
+    exit_after_stop_signal,
+    ignore_stop_signals,
+    stop_handler,
+)
 from src.records import write_json
 
 if TYPE_CHECKING:
@@ -25,14 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for ranks that have left
 STATUSES = {"OutOfMemoryError": "out_of_memory", "NotFiniteError": "not_finite"}
-
-
-class Stopped(BaseException):
-    """A signal asks this rank to leave. Not an Exception, so that no `except Exception` on the way keeps it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 def main(folder: Path) -> int:
@@ -55,7 +53,7 @@ def run_rank(config: Config, folder: Path, ranks: Ranks, store: Store | None) ->
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
     _set_up_output(own_log, ranks)
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, stop_handler)
     try:
         return _run_recorded(config, folder, ranks, store, own_log)
     except Stopped as stop:
@@ -73,11 +71,6 @@ def _run_recorded(config: Config, folder: Path, ranks: Ranks, store: Store | Non
         ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
         log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
         return _record_failure(folder, ranks, error, own_log)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    ignore_stop_signals()  # the same Ctrl-C may arrive twice: from the terminal and from the agent
-    raise Stopped(number)
 
 
 def _set_up_output(own_log: Path, ranks: Ranks) -> None:

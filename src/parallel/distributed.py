@@ -17,6 +17,7 @@ from src.config.schema import ParallelConfig
 from src.launch.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
 from src.parallel.single import Criterion, Single
+from src.parallel.stopping import Stopping
 
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
@@ -36,6 +37,8 @@ class Distributed(Single):
             timeout=timedelta(seconds=config.start_timeout),  # torch's own: 30 min (gloo), 10 min (NCCL)
             device_id=self.device if config.backend == "nccl" else None,
         )
+        own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
+        self.stopping = Stopping(ranks.rank, ranks.world_size, own)
 
     @property
     def backend(self) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from src.config.schema import ParallelConfig
 from src.launch.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
+from src.parallel.stopping import Stopping
 from src.telemetry.meters import Utilisation
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +33,7 @@ class Single:
         torch.set_num_threads(int(config.threads_per_device))
         self.devices = self._choose_devices()
         self.device = self.devices[0]
+        self.stopping = Stopping()
         self._utilisation: Utilisation | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

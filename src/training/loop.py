@@ -36,7 +36,9 @@ class Progress:
     step: int = 0
     epoch: int = 0  # the epoch under way
     step_in_epoch: int = 0
-    loss_sum: float = 0.0  # over this epoch's steps, of all ranks
+    loss_sum: float = 0.0  # over this epoch's steps up to the last boundary, mean of the ranks
+    open_loss: float = 0.0  # the same over the steps since that boundary; not 0 only in a checkpoint between boundaries
+    open_steps: int = 0
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
     evaluations_since_best: int = 0
@@ -88,18 +90,22 @@ def train_epoch(
     meter: Meter,
     mix: Mix | None = None,
 ) -> Iterator[StepReport]:
-    """Train to the end of the epoch (or max_steps), yielding at each boundary; `progress` moves along.
+    """Train to the end of the epoch (or max_steps, or until `strategy.stopping`), yielding at each boundary.
+
+    `progress` moves along.
 
     Errors: NotFiniteError, on all ranks at the same boundary.
     """
     trainee.wrapped.train()
-    losses = torch.zeros((), device=strategy.device)
-    since, last_lr = 0, _lr(trainee.optimizer)
+    losses = torch.full((), progress.open_loss, device=strategy.device)
+    since, last_lr = progress.open_steps, _lr(trainee.optimizer)
+    progress.open_loss, progress.open_steps = 0.0, 0
     grad_norm: Tensor | None = None
     while progress.step_in_epoch < steps_per_epoch and progress.step < (config.max_steps or math.inf):
         upcoming = progress.step + 1
         ends = progress.step_in_epoch + 1 == steps_per_epoch or upcoming == config.max_steps
         boundary = ends or is_boundary(upcoming)
+        strategy.stopping.starts(upcoming)
         seed_step(seed, upcoming, strategy.rank)
         loss = _forward_backward(trainee, batches, config, strategy, meter, mix)
         grad_norm = _update(trainee, clip_grad, wants_norm=boundary)
@@ -113,11 +119,15 @@ def train_epoch(
         progress.step = upcoming
         progress.step_in_epoch += 1
         meter.step_done()
-        if boundary:
+        stops = strategy.stopping.is_due(upcoming)
+        if boundary or stops:
             total = strategy.sum(losses).item() / strategy.world_size
             meter.synchronised()
             if not math.isfinite(total):
                 raise NotFiniteError(f"the loss is {total} at step {upcoming - since + 1} to {upcoming}")
+            if not boundary:
+                progress.open_loss, progress.open_steps = total, since
+                return
             progress.loss_sum += total
             epoch = progress.epoch + progress.step_in_epoch / steps_per_epoch
             yield StepReport(upcoming, epoch, total / since, last_lr, None if grad_norm is None else grad_norm.item())
@@ -125,6 +135,8 @@ def train_epoch(
             since = 0
             trainee.wrapped.train()  # whoever took the report may have evaluated
             meter.resume()
+            if stops:
+                return
 
 
 def _forward_backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,17 +63,25 @@ def evaluate(
     num_samples: int,
     num_classes: int,
     autocast: torch.dtype | None,
-) -> Evaluation:
+    should_stop: Callable[[], bool] | None = None,
+) -> Evaluation | None:
     """Evaluate the bare `model`, whose buffers must be equal on all ranks, on this rank's share of `num_samples`.
 
-    Losses are plain cross entropy, without smoothing. Errors: AssertionError when a sample was missed or counted twice.
+    Losses are plain cross entropy, without smoothing. Returns None, on all ranks, when `should_stop` said so on any of
+    them: breaking off alone would leave the others waiting in the sums.
+
+    Errors: AssertionError when a sample was missed or counted twice.
     """
     model.eval()
     device = strategy.device
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
     within5 = torch.zeros((), dtype=torch.int64, device=device)
     loss_sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in batches:
+        if should_stop is not None and should_stop():
+            stopped += 1
+            break
         with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
             outputs = model(images)
         outputs = outputs.float()
@@ -82,6 +90,8 @@ def evaluate(
         confusion += torch.bincount(labels * num_classes + predicted, minlength=num_classes * num_classes)
         if num_classes > 5:
             within5 += (outputs.topk(5, 1).indices == labels[:, None]).any(1).sum()
+    if should_stop is not None and int(strategy.sum(stopped)):
+        return None
     confusion = strategy.sum(confusion).view(num_classes, num_classes).cpu()
     samples = int(confusion.sum())
     assert samples == num_samples, f"{samples} samples evaluated instead of {num_samples}"

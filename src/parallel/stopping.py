@@ -1,0 +1,75 @@
+"""When to stop: after one step on all ranks alike, once a signal has reached any of them.
+
+An agreement through a collective would cost every step one. Here a thread per rank talks through the rendezvous store,
+and a step pays for two attribute reads. Each rank promises not to go beyond the step it is in, tells the others, and
+the latest of these steps is the last one for all; a rank that gets there early waits for the others' word.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+POLL_SECONDS = 0.25
+ANSWER_SECONDS = 10.0  # for ranks that have died: then this one stops where it is
+
+
+class Stopping:
+    """This rank's side of the agreement."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
+        self.signal: int | None = None
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._started = 0  # the step under way, or the last one
+        self._hold: int | None = None  # no step beyond it before the last one is decided
+        self._last: int | None = None
+        self._decided = threading.Event()
+        self._wake = threading.Event()
+        if store is not None:
+            threading.Thread(target=self._follow, args=(store,), name="stopping", daemon=True).start()
+
+    def request(self, number: int) -> None:
+        """A signal has come; safe in a signal handler of the main thread."""
+        self.signal = number
+        if self._store is None:
+            self._hold = self._last = self._started
+            self._decided.set()
+        self._wake.set()
+
+    def starts(self, step: int) -> None:
+        self._started = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step`, which has just been done, was the last."""
+        if self._hold is None or step < self._hold:
+            return False
+        self._decided.wait()
+        assert self._last is not None
+        return step >= self._last
+
+    def _follow(self, store: Store) -> None:
+        while not self._wake.wait(POLL_SECONDS):
+            try:
+                if store.check(["stop/signal"]):
+                    self.signal = int(store.get("stop/signal"))
+                    break
+            except RuntimeError:  # the store is gone, and the run with it
+                return
+        try:
+            self._agree(store)
+        except RuntimeError:
+            self._last = self._hold
+        self._decided.set()
+
+    def _agree(self, store: Store) -> None:
+        store.set("stop/signal", str(self.signal))
+        while self._hold is None or self._hold != self._started:  # the main thread may start a step meanwhile
+            self._hold = self._started
+        store.set(f"stop/{self._rank}", str(self._hold))
+        keys = [f"stop/{rank}" for rank in range(self._world_size)]
+        store.wait(keys, timedelta(seconds=ANSWER_SECONDS))
+        self._last = max(int(store.get(key)) for key in keys)

@@ -1,0 +1,241 @@
+"""Single, dp and ddp are the same training: step n sees the same images, and the weights agree to rounding."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks, read_lines, resolved
+from torch import Tensor, nn
+
+from src.config.schema import Config, ParallelConfig
+from src.launch.ranks import Ranks
+from src.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
+from src.records import read_result
+from src.run import Run
+from src.training import checkpoint
+
+SPREADS = {
+    "dp2": ("parallel=dp", "parallel.devices=2"),
+    "dp3": ("parallel=dp", "parallel.devices=3"),
+    "dp2_loss_in_replica": ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
+    "dp5_unequal_chunks_loss_in_replica": ("parallel=dp", "parallel.devices=5", "parallel.loss_in_replica=true"),
+    "ddp2": ("parallel=ddp", "parallel.devices=2"),
+    "ddp3": ("parallel=ddp", "parallel.devices=3"),
+}
+TRAININGS = {
+    "sgd": ("optim=sgd", "optim.lr=0.02"),
+    "adamw": ("optim=adamw",),
+    "accumulate": ("optim=sgd", "optim.lr=0.02", "train.accumulate=2"),
+    "clip_grad": ("optim=sgd", "optim.lr=0.02", "optim.clip_grad=0.5"),
+}
+COMMON = (
+    "data.batch_size=24",  # divides by 2 and 3
+    "data.limit_train=480",
+    "train.epochs=1",
+    "train.log_every=1",
+    "optim.warmup_epochs=0.25",
+    "data.augment.scale=[0.6,1.0]",
+    "data.augment.hflip=0.5",
+)
+CASES = [(training, spread) for training in TRAININGS for spread in SPREADS]
+
+
+@dataclass
+class Trained:
+    weights: dict[str, Tensor]
+    lines: list[dict[str, Any]]
+    result: Any
+
+    def steps(self, key: str) -> list[float]:
+        return [line[key] for line in self.lines if key in line]
+
+
+def tell(ranks: Ranks, store: Any, jobs: list[tuple[Config, str]]) -> None:
+    for number, (config, folder) in enumerate(jobs):
+        own = None if store is None else torch.distributed.PrefixStore(str(number), store)
+        Run(config, Path(folder), ranks, own).tell()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
+    """(training, spread) -> what it came to. Each is trained once; those of one world size in one group of ranks."""
+    base = tmp_path_factory.mktemp("equivalence")
+
+    def folder(training: str, spread: str) -> Path:
+        return base / f"{training}_{spread}"
+
+    def train_all(spread: str, overrides: tuple[str, ...]) -> None:
+        jobs = [(resolved(*COMMON, *TRAININGS[t], *overrides), str(folder(t, spread))) for t in TRAININGS]
+        if jobs[0][0].parallel.strategy == "ddp":
+            in_ranks(tell, int(jobs[0][0].parallel.devices), jobs)
+        else:
+            tell(Ranks(), None, jobs)
+
+    def get(training: str, spread: str) -> Trained:
+        at = folder(training, spread)
+        if not at.exists():
+            train_all(spread, {"single": ("parallel=single",), **SPREADS}[spread])
+        weights = checkpoint.load(at / "checkpoints" / "last.pt")["model"]
+        return Trained(weights, read_lines(at / "metrics.jsonl"), read_result(at))
+
+    return get
+
+
+def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, float]:
+    """(largest ‖Δ‖/‖w‖ of a tensor, ‖Δ‖/‖w‖ over all weights)."""
+    assert one.keys() == other.keys()
+    worst, differences, weights = 0.0, 0.0, 0.0
+    for name, weight in one.items():
+        difference, norm = (other[name] - weight).double().norm().item(), weight.double().norm().item()
+        worst = max(worst, difference / norm if norm else difference)
+        differences, weights = differences + difference**2, weights + norm**2
+    return worst, (differences / weights) ** 0.5
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("training", "spread"), CASES)
+def test_weights_agree(trained: Callable[[str, str], Trained], training: str, spread: str) -> None:
+    worst, overall = distances(trained(training, "single").weights, trained(training, spread).weights)
+    if training == "adamw":
+        assert overall <= 1e-5
+    else:
+        assert worst <= 1e-6
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("training", "spread"), CASES)
+def test_curves_and_evaluations_agree(trained: Callable[[str, str], Trained], training: str, spread: str) -> None:
+    single, other = trained(training, "single"), trained(training, spread)
+    assert len(single.steps("train/loss")) == (10 if training == "accumulate" else 20)
+    assert other.steps("lr") == single.steps("lr")
+    assert other.steps("train/loss") == pytest.approx(single.steps("train/loss"), abs=1e-5)
+    assert other.steps("train/grad_norm") == pytest.approx(single.steps("train/grad_norm"), rel=1e-4)
+    for split in ("val", "test"):
+        ours, theirs = getattr(single.result, split), getattr(other.result, split)
+        assert (theirs["samples"], theirs["correct"]) == (ours["samples"], ours["correct"])
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
+
+
+def test_the_trainings_differ_from_each_other(trained: Callable[[str, str], Trained]) -> None:
+    """Otherwise accumulation or clipping that does nothing would agree with itself."""
+    found = [trained(training, "single").weights for training in TRAININGS]
+    assert min(distances(one, other)[1] for i, one in enumerate(found) for other in found[:i]) > 1e-3
+    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "every step is clipped"
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("unused", None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images) * self.scale
+
+
+def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
+    config = ParallelConfig(
+        strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1, loss_in_replica=loss_in_replica
+    )
+    return DataParallelStrategy(config, Ranks())
+
+
+@pytest.mark.parametrize("loss_in_replica", [False, True])
+@pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
+def test_replicas_over_threads_give_the_gradients_of_the_bare_model(
+    batch: int, devices: int, loss_in_replica: bool
+) -> None:
+    torch.manual_seed(0)
+    bare = Small()
+    copied = copy.deepcopy(bare)
+    images, labels = torch.randn(batch, 6), torch.randint(0, 3, (batch,))
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(bare(images), labels)
+    expected.backward()
+    loss = strategy(devices, loss_in_replica).wrap(copied, criterion, None)(images, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    for (name, ours), theirs in zip(copied.named_parameters(), bare.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
+
+
+def test_every_replica_runs_in_a_thread_of_its_own() -> None:
+    together = threading.Barrier(3, timeout=10)  # broken unless three threads are inside at once
+    seen = []
+
+    class Meeting(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            together.wait()
+            seen.append((threading.get_ident(), len(chunk), torch.get_num_threads()))
+            return chunk
+
+    spread = ThreadedDataParallel(Meeting(), 3, 1, 0)
+    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "gathered in order"
+    assert len({thread for thread, _, _ in seen} - {threading.get_ident()}) == 3
+    assert sorted(size for _, size, _ in seen) == [2, 3, 3]
+    assert {threads for _, _, threads in seen} == {1}
+
+
+def test_batchnorm_statistics_are_those_of_the_first_replica() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(8, 4)
+    alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    alone(images[:4])
+    ThreadedDataParallel(spread, 2, 1, 0)(images)
+    assert torch.equal(spread.running_mean, alone.running_mean)
+    assert torch.equal(spread.running_var, alone.running_var)
+    assert spread.num_batches_tracked == 1
+
+
+def test_an_exception_in_a_replica_reaches_the_caller_and_leaves_it_usable() -> None:
+    class Picky(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            if (chunk < 0).any():
+                raise ZeroDivisionError("a negative image")
+            return chunk
+
+    spread = ThreadedDataParallel(Picky(), 2, 1, 0)
+    with pytest.raises(ZeroDivisionError, match="a negative image"):
+        spread(torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    assert spread(torch.ones(4)).sum() == 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_through_replicas_builds_no_graph(mode: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = Small().eval()
+    images = torch.randn(7, 6)
+    with mode():
+        outputs = strategy(3).for_evaluation(model)(images)
+        assert torch.allclose(outputs, model(images), atol=1e-6)
+    assert not outputs.requires_grad
+
+
+@pytest.mark.parametrize(("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])])
+def test_chunk_sizes_are_recorded_as_they_are(batch: int, devices: int, chunks: list[int]) -> None:
+    assert strategy(devices).chunk_sizes(batch) == chunks
+
+
+def test_autocast_holds_inside_the_replicas() -> None:
+    seen = []
+
+    class Typed(nn.Linear):
+        def forward(self, chunk: Tensor) -> Tensor:
+            found = super().forward(chunk)
+            seen.append(found.dtype)
+            return found
+
+    wrapped = strategy(2).wrap(Typed(4, 3), nn.CrossEntropyLoss(), torch.bfloat16)
+    wrapped(torch.randn(4, 4), torch.zeros(4, dtype=torch.long)).backward()
+    assert seen == [torch.bfloat16] * 2

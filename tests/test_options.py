@@ -1,0 +1,207 @@
+"""Every option of every group composes and runs a step, and a finished run's config.yaml runs again.
+
+The command's own path is taken from `train.main` on, in this process; only the rank differs: it is forked from one
+process that has torch and timm imported already, because importing them takes longer than the step. ddp starts its
+ranks as it always does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+import train
+from src.config.compose import compose_command, read_frozen
+from src.config.expand import expand
+from src.launch import agent, job
+from src.launch.ranks import NEEDED
+from src.records import claim_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = sorted((path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "local")
+ONE_STEP = (
+    "train.max_steps=1",
+    "train.epochs=2",
+    "optim.warmup_epochs=0",
+    "data.limit_train=64",
+    "print_config=false",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+SEVERAL_DEVICES = ("dp", "ddp")
+
+RANKS = """
+import os, sys, traceback
+from pathlib import Path
+import torch, timm, src.run, torch.utils.tensorboard
+from src.launch import worker
+for line in sys.stdin:
+    folder = Path(line.strip())
+    if not (child := os.fork()):
+        code = 70
+        try:
+            console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(console, 1), os.dup2(console, 2)
+            code = worker.main(folder)
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+RunRank = Callable[[Path], int]
+RunCommand = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def run_rank() -> Iterator[RunRank]:
+    """Runs the worker on a prepared folder in a fork of a process that has everything imported; returns its exit code."""
+    environment = {name: value for name, value in os.environ.items() if name not in NEEDED}
+    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = subprocess.Popen(
+        [sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert ranks.stdin is not None
+    assert ranks.stdout is not None
+
+    def run(folder: Path) -> int:
+        print(folder.resolve(), file=ranks.stdin, flush=True)
+        return int(ranks.stdout.readline())
+
+    yield run
+    ranks.stdin.close()
+    try:
+        ranks.wait(timeout=10)
+    finally:
+        ranks.kill()
+        ranks.wait()
+
+
+@pytest.fixture
+def run_command(
+    run_rank: RunRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> RunCommand:
+    """`python train.py …`, which must end well; with `-m` the first point of the sweep that can run here, alone."""
+    for name in (*NEEDED, "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    start = agent.run_ranks
+
+    def ranks(config: Any, folder: Path, *more: Any) -> agent.Ended:
+        if config.parallel.strategy == "ddp":
+            return start(config, folder, *more)
+        code = run_rank(folder)
+        return agent.Ended(exit_codes={0: code} if code else {})
+
+    monkeypatch.setattr(job, "run_ranks", ranks)
+
+    def run(folder: Path, *words: str) -> None:
+        if "-m" in words:
+            _, points = expand(get_args_parser().parse_args([*words, f"hydra.sweep.dir={folder.parent}"]))
+            runnable = [point for point in points if not point.reason]
+            assert runnable, [point.reason for point in points]
+            code = job.run_job(runnable[0].config, claim_folder(folder))
+        else:
+            monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
+            code = train.main()
+        console = folder / "console.txt"
+        said = [*capfd.readouterr(), console.read_text(encoding="utf-8") if console.exists() else ""]
+        assert code == 0, "\n".join(said)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of one JPEG and seven PNG files each, of unequal sizes."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("images")
+    for split in ("train", "val"):
+        for label, name in enumerate(("dark", "light")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(8):
+                suffix = "png" if number else "jpg"
+                colour = (200 * label, 8 * number, 20)
+                Image.new("RGB", (24 + number, 20), colour).save(root / split / name / f"{number}.{suffix}")
+    return root
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def words_for(group: str, option: str, images: Path) -> list[str]:
+    """The command that tries one option, as its file's own comment says it, made small."""
+    words = [f"{group}={option}", *ONE_STEP]
+    if group != "model":
+        words.append("model=tiny")
+    if group == "parallel" and option in SEVERAL_DEVICES:
+        words.append("parallel.devices=2")
+    if (group, option) == ("data", "folder"):
+        words += [f"data.root={images}", "data.image_size=32", "data.batch_size=8", "data.workers=0"]
+    text = (ROOT / "conf" / group / f"{option}.yaml").read_text(encoding="utf-8")
+    return ["-m", *words] if f"train.py -m {group}={option}" in text else words
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+def test_an_option_runs_a_step(
+    run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
+) -> None:
+    folder = tmp_path / "run"
+    run_command(folder, *words_for(group, option, image_folder))
+    result = result_of(folder)
+    assert (result["status"], result["steps"]) == ("done", 1)
+    assert result["val"]["samples"] > 0
+    assert isinstance(result["train"]["loss"], float)
+    if group == "parallel" and option != "auto":
+        assert result["strategy"] == option
+    if option == "ddp":
+        assert (result["world_size"], result["processes"]) == (2, 2)
+    again = ["--config-path", str(folder), "--config-name", "config"]
+    frozen = compose_command(get_args_parser().parse_args(again)).config
+    assert dataclasses.asdict(frozen) == dataclasses.asdict(read_frozen(folder)), "config.yaml is not what has run"
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: RunCommand, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    chosen = ("model=tiny", "optim=sgd", "optim.lr=0.01", "seed=7", "data.augment.hflip=0.5", "+model.kwargs.drop_rate=0.1")
+    run_command(first, *ONE_STEP, *chosen, "train.max_steps=3", "data.batch_size=32")
+    before = files_below(first)
+    run_command(second, "--config-path", str(first), "--config-name", "config")
+    old, new = result_of(first), result_of(second)
+    assert old["train"]["loss"] == new["train"]["loss"]
+    assert old["val"] == new["val"]
+    assert old["test"] == new["test"]
+    assert old["parameters_hash"] == new["parameters_hash"]
+    assert (new["steps"], new["status"]) == (3, "done")
+    assert read_frozen(first) == read_frozen(second)
+    assert files_below(first) == before, "the first run's folder has been touched"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_another_seed_gives_other_numbers(run_command: RunCommand, tmp_path: Path) -> None:
+    """Else the test above could not fail."""
+    run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")
+    run_command(tmp_path / "two", "--config-path", str(tmp_path / "one"), "--config-name", "config", "seed=2")
+    assert result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]
