@@ -126,7 +126,9 @@ def over_fences(file: str, source: str) -> list[str]:
             if not re.fullmatch(rf"{library}(\..*)?", named.name):
                 continue
             typed = named.for_types and any(file == f and is_below(named.name, lib) for f, lib in ONLY_TYPES)
-            if not typed and not any(file == place or (place[-1] == "/" and file.startswith(place)) for place in places):
+            if not typed and not any(
+                file == place or (place[-1] == "/" and file.startswith(place)) for place in places
+            ):
                 wrong.append(f"{file}:{named.line} {named.name} belongs in {', '.join(places)}")
     return wrong
 

@@ -152,6 +152,7 @@ WRONG_TYPES = [
     ("optim.lr=${nope}", "optim.lr", "nope"),
     ("optim.lr=${optim.lr}", "optim.lr"),
     ("model.name", "model.name"),
+    ("hydra.run.dir=a=b", "hydra.run.dir=a=b"),
 ]
 WRONG_NUMBERS = [
     ("optim.lr=nan", "optim.lr=nan"),
@@ -215,6 +216,7 @@ ACROSS_GROUPS = [
     ("data=folder", "data.root"),
     ("data=folder data.root=/nonexistent", "data.root=/nonexistent", "/nonexistent/train"),
     ("data.augment.aa=nonsense", "data.augment.aa=nonsense"),
+    ("experiment=compare", "experiment=compare", "-m"),
 ]
 WHAT_HYDRA_WOULD_CALL = [
     ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),

@@ -129,7 +129,9 @@ def test_torchrun_ends_with_an_error_and_no_folder_when_the_config_is_refused(tr
 
 @pytest.mark.timeout(60)
 def test_a_sweep_under_torchrun_is_refused_with_advice(train: Train) -> None:
-    ranks = by_hand(train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep", timeout=20)
+    ranks = by_hand(
+        train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep", timeout=20
+    )
     ended = [rank.finish() for rank in ranks]
     assert all(done.returncode == 2 for done in ended), [done.output for done in ended]
     said = "".join(done.stderr for done in ended)
@@ -208,9 +210,7 @@ STOPS = [
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
 def test_a_signal_stops_the_run_promptly(train: Train, strategy: str, number: int, workers: int) -> None:
     devices = 1 if strategy == "single" else 2
-    running = train.start(
-        f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS
-    )
+    running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS)
     running.wait_for_steps()
     done = running.signal(number)
     assert done.returncode == 128 + number, done.output
@@ -298,4 +298,6 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("where", ["start", "end"])
 def test_ranks_with_different_parameters_are_noticed(tmp_path: Path, where: str) -> None:
-    assert all(f"the ranks {where} with different parameters" in said for said in in_ranks(_drift, 2, where, str(tmp_path)))
+    assert all(
+        f"the ranks {where} with different parameters" in said for said in in_ranks(_drift, 2, where, str(tmp_path))
+    )

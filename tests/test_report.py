@@ -17,9 +17,10 @@ import yaml
 
 from src.records import FORMAT, Result, write_json, write_result
 from src.study.claims import judge
-from src.study.collect import Run, collect
+from src.study.collect import collect
 from src.study.comparison import group
 from src.study.evidence import FAILS, HOLDS, UNMEASURED
+from src.study.measured import Run
 from src.study.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -60,6 +60,8 @@ def compose_command(arguments: Any) -> Command:
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 raise ValueError("this experiment is a sweep (it has hydra.sweeper.params): add -m")
+            if config.search.sampler is not None:
+                raise ValueError(f"search.sampler={config.search.sampler}: a search is a sweep: add -m")
             check_combination(config)
         return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
     except (HydraException, OmegaConfBaseException) as error:
@@ -84,15 +86,6 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
         hydra_context=HydraContext(config_loader=command.loader, callbacks=Callbacks()),
     )
     return int(outcome.return_value)  # raises what the job raised
-
-
-def save_hydra_files(tree: DictConfig, folder: Path) -> None:
-    """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
-    hydra = OmegaConf.masked_copy(tree, ["hydra"])
-    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
-        (folder / ".hydra").mkdir(exist_ok=True)
-        (folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
 
 
 def device_counts() -> str:
@@ -201,7 +194,7 @@ def _check_override_keys(loader: Any, overrides: list[str]) -> None:
                 if isinstance(choice, str) and choice not in options and choice != "null":
                     raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
         elif not is_known(key):
-            raise ValueError(f"{override.input_line}: unknown key {key}{_key_hint(key, groups)}")
+            raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")
 
 
 def _groups(loader: Any) -> list[str]:
@@ -222,7 +215,7 @@ def is_known(key: str) -> bool:
     return True
 
 
-def _key_hint(key: str, more: set[str] | None = None) -> str:
+def key_hint(key: str, more: set[str] | None = None) -> str:
     known = known_keys()
     last = key.rsplit(".", 1)[-1]
     elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
@@ -250,7 +243,7 @@ def _explain(error: OmegaConfBaseException) -> str:
     if key and "not in" in first:
         if is_known(key) and not key.startswith("hydra"):
             return f"{key}: not set yet, so add it: +{key}=…"
-        return f"{key}: unknown key{_key_hint(key)}"
+        return f"{key}: unknown key{key_hint(key)}"
     if "Missing mandatory" in first:
         return f"{key}=???: must be given, e.g. {key}=…"
     return f"{key}: {first}" if key else first

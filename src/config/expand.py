@@ -16,7 +16,7 @@ from src import machine
 from src.config.compose import Command, compose_command, to_config
 from src.config.resolve import resolve
 from src.config.rules import check_combination
-from src.config.schema import Config
+from src.config.schema import Config, SearchConfig
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Point:
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """The sweep as composed without its swept keys, and its points.
+    """The sweep as composed without its swept keys, and its points; of a search, the one that all trials start from.
 
     Errors: ValueError when any point has a key or value that can never be right, or when there is nothing to sweep over.
     """
@@ -44,12 +44,38 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
         raise ValueError(" ".join(str(error).split())) from error
     _share_threads([point.config for point in points])
     for point in points:
-        try:
-            check_combination(point.config)
-            point.config = resolve(point.config)
-        except ValueError as error:
-            point.reason = str(error)
+        settle(point)
     return command, points
+
+
+def settle(point: Point) -> None:
+    """Resolve the point's config for this machine, or note why it cannot run here."""
+    try:
+        check_combination(point.config)
+        point.config = resolve(point.config)
+    except ValueError as error:
+        point.reason = str(error)
+
+
+def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
+    """The point that a composed tree is. Errors: ValueError for a key or value that can never be right."""
+    with read_write(tree.hydra), open_dict(tree.hydra):
+        tree.hydra.job.num, tree.hydra.job.id = number, str(number)
+    subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
+    if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
+        raise ValueError(f"hydra.sweep.subdir={subdir}: must lie below the sweep folder")
+    config = to_config(tree)
+    config.search = SearchConfig()  # a job is no search: its config.yaml runs again without -m
+    return Point(overrides, subdir, tree, config)
+
+
+def save_hydra_files(tree: DictConfig, folder: Path) -> None:
+    """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
+    hydra = OmegaConf.masked_copy(tree, ["hydra"])
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
+        (folder / ".hydra").mkdir(exist_ok=True)
+        (folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
 
 
 def _product(command: Command) -> list[list[str]]:
@@ -61,18 +87,14 @@ def _product(command: Command) -> list[list[str]]:
     given = OmegaConf.to_container(command.tree.hydra.overrides.task)
     assert isinstance(given, list)
     overrides = OverridesParser.create(config_loader=command.loader).parse_overrides([*swept, *map(str, given)])
+    if command.config.search.sampler is not None:  # its swept keys are the search's
+        return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
 
 
 def _compose_point(command: Command, overrides: list[str], number: int) -> Point:
-    tree = command.loader.load_sweep_config(command.tree, overrides)
-    with read_write(tree.hydra), open_dict(tree.hydra):
-        tree.hydra.job.num, tree.hydra.job.id = number, str(number)
-    subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
-    if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
-        raise ValueError(f"hydra.sweep.subdir={subdir}: must lie below the sweep folder")
-    return Point(overrides, subdir, tree, to_config(tree))
+    return make_point(command.loader.load_sweep_config(command.tree, overrides), overrides, number)
 
 
 def _share_threads(configs: list[Config]) -> None:

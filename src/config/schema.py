@@ -153,6 +153,24 @@ class SweepConfig:
 
 
 @dataclass
+class SearchConfig:
+    """Only read with --multirun. `search=optuna` sets it; the names are those of Hydra's own Optuna sweeper."""
+
+    sampler: str | None = choice(None, "tpe", "random", "grid")  # None: no search
+    n_trials: int = number(20, least=1)  # in all, resumed or not
+    n_jobs: int = number(1, least=1)  # trials at a time; only 1, see src/config/space.py
+    direction: str | None = choice(None, "maximize", "minimize")  # None: what optimized_metric asks for
+    storage: str | None = None  # database URL; None: study.db in the sweep folder (a password belongs in ${oc.env:…})
+    study_name: str | None = None  # None: task_name and the sweep folder's name
+    params: dict[str, Any] = free_dict()  # key -> interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b
+    max_failure_rate: float = number(0.5, least=0, most=1)  # share of n_trials; more failed ones end the search
+    seed: int | None = number(None, least=0)  # None: `seed`
+    pruner: str = choice("median", "median", "none")
+    n_startup_trials: int = number(5, least=0)  # finished trials before the pruner stops any
+    n_warmup_steps: int = number(0, least=0)  # evaluations of a trial before the pruner may stop it
+
+
+@dataclass
 class PathsConfig:
     output_dir: str = "outputs"
     data_dir: str = "data"
@@ -174,4 +192,5 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)

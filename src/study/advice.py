@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from src.study.collect import Run
 from src.study.comparison import STRATEGIES, Group, Point
+from src.study.measured import Run
 from src.study.statistics import FEWEST_REPEATS, Summary
 
 

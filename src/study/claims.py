@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from src.study import claims_counted as counted
 from src.study import claims_measured as measured
-from src.study.collect import Run
 from src.study.comparison import Group
 from src.study.evidence import Evidence, gib, listing
+from src.study.measured import Run
 
 _CLAIMS = (
     (1, "DDP is faster than DP on the same devices, more so with more of them", measured.ddp_is_faster),

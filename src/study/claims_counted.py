@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from src.study.advice import stages, with_range
 from src.study.claims_measured import ddp_is_faster
-from src.study.collect import Run
 from src.study.evidence import BOTH, FAILS, HOLDS, UNMEASURED, Evidence, Finding, listing, missing, weigh
+from src.study.measured import Run
 from src.study.statistics import compare
 
 DDP_REMEDY = "parallel=ddp parallel.devices=2"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from src.study.collect import Run
+from src.study.measured import Run
 from src.study.statistics import FEWEST_REPEATS, Order, Summary, compare, efficiency, rank, speed_up, summarise
 
 STRATEGIES = ("single", "dp", "ddp")  # simplest first: a tie goes to the simpler one

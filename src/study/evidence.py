@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from src.study.collect import Run
 from src.study.comparison import Group, Point
+from src.study.measured import Run
 from src.study.statistics import FEWEST_REPEATS, Order, Summary
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "cannot be measured on this machine"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +59,11 @@ class Jobs:
         durations = [job.seconds for job in self.jobs if job.seconds is not None]
         waiting = sum(job.status in ("waiting", "running") for job in self.jobs)
         return waiting * sum(durations) / len(durations) if durations else None
+
+
+def new_jobs(folder: Path) -> Jobs:
+    """An empty list that remembers the command line it came from."""
+    return Jobs(folder, shlex.join([Path(sys.executable).name, *sys.argv]), [])
 
 
 def read_jobs(folder: Path) -> Jobs:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from src.study.comparison import Group, Point
-from src.study.statistics import Summary
+from src.study.plot_style import COLOUR, STYLE, curve_style, errorbars, errors, finish, legend, name_bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,24 +17,8 @@ MOST_SERIES = 8  # more curves in one plot cannot be told apart; the tables have
 MOST_EVALUATIONS = 40  # points drawn per accuracy curve; evenly spaced, the last evaluation always among them
 MOST_REPEATS = 5  # accuracy curves drawn per point
 
-_COLOUR = {"single": "#222222", "dp": "#d55e00", "ddp": "#0072b2"}
-_MARKERS = {"single": "o", "dp": "sDPXph", "ddp": "^v<>d*8H"}  # one strategy's curves take them in turn
-_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
 _WHOLE = ("compute and communication, not told apart", "#c9d3da", "\\\\")
-_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "hatch.linewidth": 0.6,
-    "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's own font
-    "text.parse_math": False,  # a $ in a model's name is a $
-}
 
 
 def draw(group: Group) -> list[tuple[str, str]]:
@@ -48,7 +32,7 @@ def _svg(plot: Any, group: Group) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{group.title}{plot.__name__}"}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{group.title}{plot.__name__}"}):
         figure = Figure(figsize=(5.0, 3.4), layout="constrained")  # without pyplot: no display, no global state
         axes = figure.add_subplot()
         if not plot(axes, group):
@@ -71,8 +55,8 @@ def _speed(axes: Axes, group: Group) -> bool:
     if base and most > 1:
         axes.plot([1, most], [base.median, base.median * most], ":", color="#777777", label="linear")
     for name, number, points in series:
-        _errorbars(axes, name, number, [(p, p.speed) for p in points])
-    _finish(axes, most, "images/s")
+        errorbars(axes, name, number, [(p, p.speed) for p in points])
+    finish(axes, most, "images/s")
     return True
 
 
@@ -83,8 +67,8 @@ def _efficiency(axes: Axes, group: Group) -> bool:
     most = max(point.devices for *_, points in series for point in points)
     axes.plot([1, most], [1, 1], ":", color="#777777", label="linear")
     for name, number, points in series:
-        _errorbars(axes, name, number, [(p, group.efficiency(p)) for p in points])
-    _finish(axes, most, "efficiency (1 = linear)")
+        errorbars(axes, name, number, [(p, group.efficiency(p)) for p in points])
+    finish(axes, most, "efficiency (1 = linear)")
     return True
 
 
@@ -100,14 +84,14 @@ def _memory(axes: Axes, group: Group) -> bool:
             at,
             [peak.median / 2**30 for peak in peaks],
             width,
-            yerr=_errors(peaks, 2**-30),
-            color=_COLOUR.get(point.strategy, "#777777"),
+            yerr=errors(peaks, 2**-30),
+            color=COLOUR.get(point.strategy, "#777777"),
             edgecolor="white",
             error_kw={"elinewidth": 0.8, "ecolor": "#999999"},
             alpha=0.85,
         )
         bars.patches[0].set_hatch("///")
-    _name_bars(axes, points)
+    name_bars(axes, points)
     per = "resident set, GiB per process" if group.accelerator == "cpu" else "allocator peak, GiB per device"
     axes.set_ylabel(per)
     return True
@@ -125,10 +109,10 @@ def _step_time(axes: Axes, group: Group) -> bool:
             bottom += height
         step = point.measure("step_ms")
         if step and step.count > 1:
-            axes.errorbar(place, step.median, yerr=_errors([step]), color="#222222", capsize=3, linewidth=0.8)
-    _name_bars(axes, points)
+            axes.errorbar(place, step.median, yerr=errors([step]), color="#222222", capsize=3, linewidth=0.8)
+    name_bars(axes, points)
     axes.set_ylabel("ms per step")
-    _legend(axes)
+    legend(axes)
     return True
 
 
@@ -160,11 +144,11 @@ def _accuracy(axes: Axes, group: Group) -> bool:
                 markevery=1 + len(seconds) // 6,
                 linewidth=1,
                 label=None if number else point.label,
-                **_curve(point.strategy, like.index(point)),
+                **curve_style(point.strategy, like.index(point)),
             )
     axes.set_xlabel("seconds since the run's start")
     axes.set_ylabel("validation accuracy")
-    _legend(axes)
+    legend(axes)
     return bool(axes.lines)
 
 
@@ -185,64 +169,6 @@ def _series(group: Group) -> list[tuple[str, int, list[Point]]]:
             series.append((name, count[points[0].strategy], points))
             count[points[0].strategy] += 1
     return series
-
-
-def _errorbars(axes: Axes, name: str, number: int, measured: list[tuple[Point, Summary | None]]) -> None:
-    known = [(point, summary) for point, summary in measured if summary]
-    summaries = [summary for _, summary in known]
-    axes.errorbar(
-        [point.devices for point, _ in known],
-        [summary.median for summary in summaries],
-        yerr=_errors(summaries),
-        label=name,
-        markersize=5,
-        linewidth=1.2,
-        capsize=3,
-        **_curve(known[0][0].strategy, number),
-    )
-    ringed = [(point.devices, summary.median) for point, summary in known if point.needless_threads]
-    for devices, median in ringed:
-        axes.plot(devices, median, "o", markersize=11, markerfacecolor="none", color="#777777")
-
-
-def _curve(strategy: str, number: int) -> dict[str, Any]:
-    """Colour tells the strategy; marker and line, the `number`-th curve of it."""
-    markers = _MARKERS.get(strategy, "D")
-    return {
-        "color": _COLOUR.get(strategy, "#777777"),
-        "marker": markers[number % len(markers)],
-        "linestyle": _LINES[number % len(_LINES)],
-    }
-
-
-def _errors(summaries: list[Summary], scale: float = 1) -> list[list[float]]:
-    """Distances below and above the medians, as matplotlib takes them."""
-    below = [(summary.median - summary.low) * scale for summary in summaries]
-    return [below, [(summary.high - summary.median) * scale for summary in summaries]]
-
-
-def _finish(axes: Axes, most: int, label: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0.8, most + 0.2 if most > 1 else 1.2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("devices")
-    axes.set_ylabel(label)
-    _legend(axes)
-
-
-def _name_bars(axes: Axes, points: list[Point]) -> None:
-    long = sum(len(point.label) for point in points) > 50
-    axes.set_xticks(
-        range(len(points)), [p.label for p in points], rotation=40 if long else 0, ha="right" if long else "center"
-    )
-
-
-def _legend(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) > 12 else 4)
 
 
 _PLOTS = (

@@ -16,9 +16,10 @@ from src.records import write_json, write_text
 from src.study import tables
 from src.study.advice import Recommendation, advise, recommend
 from src.study.claims import Claim, Correction, correct, judge
-from src.study.collect import Run, collect, read_sweep
+from src.study.collect import collect, read_sweep
 from src.study.comparison import MEASURES, Group, Point, group, hardware, shared, varied
 from src.study.jobs import Jobs
+from src.study.measured import Run
 from src.study.statistics import Summary
 
 FORMAT = 1

@@ -8,8 +8,8 @@ from typing import Any
 
 from src.study.advice import figure, with_range
 from src.study.claims import Claim, Correction
-from src.study.collect import Run
 from src.study.comparison import Group, Point
+from src.study.measured import Run
 from src.study.statistics import FEWEST_REPEATS, Order, Summary
 
 DASH, NOT_HERE = "—", "n/a"
@@ -60,15 +60,8 @@ def speed_table(group: Group) -> Table:
 def resource_table(group: Group) -> Table:
     unit, factor = _memory_unit(group)
     what = "resident set per process" if group.accelerator == "cpu" else "allocator peak per device"
-    columns = [
-        "point",
-        f"peak memory, {unit}, by device",
-        "largest ÷ mean",
-        "CPU s per s",
-        "val. accuracy",
-        "minus single",
-        "from runs",
-    ]
+    columns = ["point", f"peak memory, {unit}, by device", "largest ÷ mean", "CPU s per s", "val. accuracy"]
+    columns += ["minus single", "from runs"]
     rows = []
     for point in group.points:
         rows.append(

@@ -1,0 +1,204 @@
+"""Every evaluation image counts exactly once, on any number of ranks, and a checkpoint gives its numbers again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Finished, in_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+
+import evaluate as entry
+from src.config.schema import ParallelConfig
+from src.data.datasets import InMemory
+from src.data.loading import DeviceFeed, Loader, Reader, evaluation_requests
+from src.launch.ranks import Ranks
+from src.parallel import build_strategy
+from src.training import metrics
+
+SPLITS = ((37, 7), (10, 6), (2, 4), (1, 6))  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
+
+
+def split(num_samples: int, num_classes: int) -> InMemory:
+    generator = torch.Generator().manual_seed(num_samples)
+    images = torch.randint(0, 256, (num_samples, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    return InMemory(images, torch.randint(0, num_classes, (num_samples,), generator=generator))
+
+
+def model(num_classes: int) -> nn.Module:
+    """Its BatchNorm in training mode would make every number depend on the batch."""
+    torch.manual_seed(3)
+    made = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
+    made(torch.randn(50, 1, 4, 4))
+    return made
+
+
+def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str, Any]]:
+    config = ParallelConfig(strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo")
+    strategy = build_strategy(config, ranks, store)
+    found = []
+    for num_samples, num_classes in SPLITS:
+        data = split(num_samples, num_classes)
+        requests = evaluation_requests(data, 6, strategy.rank, strategy.world_size)
+        feed = DeviceFeed(torch.device("cpu"), [0.5], [0.25], channels_last=False)
+        evaluation = metrics.evaluate(
+            strategy.for_evaluation(model(num_classes)),
+            Loader(Reader(data, None, 0), requests, feed, 0),
+            strategy=strategy,
+            num_samples=num_samples,
+            num_classes=num_classes,
+            autocast=None,
+        )
+        found.append({**evaluation.numbers(), "confusion": evaluation.confusion.tolist()})
+    strategy.close()
+    return found
+
+
+def outputs(num_samples: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """(logits, labels) of the whole split in one piece."""
+    data = split(num_samples, num_classes)
+    with torch.no_grad():
+        return model(num_classes).eval()((data.images / 255 - 0.5) / 0.25), data.labels
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return measured(Ranks(), None, "single", 1)
+
+
+@pytest.mark.parametrize(("case", "size"), enumerate(SPLITS))
+def test_numbers_are_those_of_a_plain_loop(alone: list[dict[str, Any]], case: int, size: tuple[int, int]) -> None:
+    found, (logits, labels) = alone[case], outputs(*size)
+    hits = logits.argmax(1) == labels
+    assert (found["samples"], found["correct"]) == (size[0], int(hits.sum()))
+    assert found["acc"] == pytest.approx(hits.double().mean().item())
+    assert found["loss"] == pytest.approx(functional.cross_entropy(logits, labels).item(), rel=1e-6)
+    for label, accuracy in enumerate(found["acc_per_class"]):
+        own = hits[labels == label]
+        assert accuracy == (pytest.approx(own.double().mean().item()) if len(own) else None)
+    for label in range(size[1]):
+        assert (
+            found["confusion"][label] == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
+        )
+
+
+@pytest.mark.parametrize(("case", "size"), enumerate(SPLITS))
+def test_top_5_is_given_only_where_it_says_something(
+    alone: list[dict[str, Any]], case: int, size: tuple[int, int]
+) -> None:
+    logits, labels = outputs(*size)
+    if size[1] <= 5:
+        assert alone[case]["acc5"] is None
+    else:
+        within = sum(int(label in row.topk(5).indices) for row, label in zip(logits, labels, strict=True))
+        assert alone[case]["acc5"] == pytest.approx(within / size[0])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_number_of_ranks_counts_alike(alone: list[dict[str, Any]], world_size: int) -> None:
+    for found in in_ranks(measured, world_size, "ddp", world_size):
+        check_equal(found, alone)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_replicas_over_threads_count_alike(alone: list[dict[str, Any]], devices: int) -> None:
+    check_equal(measured(Ranks(), None, "dp", devices), alone)
+
+
+def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours == {key: value for key, value in theirs.items() if key != "loss"}
+
+
+def test_a_sample_that_is_missed_or_counted_twice_is_noticed() -> None:
+    strategy = build_strategy(ParallelConfig("single", 1, "cpu", 1), Ranks(), None)
+    batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
+    for num_samples in (2, 4):
+        with pytest.raises(AssertionError, match=f"3 samples evaluated instead of {num_samples}"):
+            metrics.evaluate(
+                model(2), [batch], strategy=strategy, num_samples=num_samples, num_classes=2, autocast=None
+            )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_evaluate_py_gives_the_best_numbers_again(finished_run: Finished) -> None:
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", f"run={finished_run.folder}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
+    result = finished_run.result
+    assert found["val"]["acc"] == result["val"]["acc_best"]
+    assert found["val"]["samples"] == 270
+    for key in ("correct", "samples", "acc", "acc5", "acc_per_class"):
+        assert found["test"][key] == result["test"][key], key
+    assert found["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_the_last_checkpoint_gives_the_last_numbers(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main([f"run={finished_run.folder}", "split=val", "checkpoint=last"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["correct"] == finished_run.result["val"]["correct"]
+    assert found["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
+
+
+def damaged(folder: Path) -> str:
+    for path in (folder / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    return "best.pt"
+
+
+def emptied(folder: Path) -> str:
+    shutil.rmtree(folder / "checkpoints")
+    return "checkpoint"
+
+
+def of_another_model(folder: Path) -> str:
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("embed_dim: 48", "embed_dim: 96"))
+    return "another model"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
+def test_a_bad_checkpoint_is_refused_in_one_line(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    reason = spoil(folder)
+    assert entry.main([f"run={folder}"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert reason in err and err.startswith("evaluate.py: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "run="),
+        (["run=/nowhere"], "/nowhere"),
+        (["run=/nowhere", "splt=val"], "did you mean split"),
+        (["run=/nowhere", "split=train"], "allowed: val, test, all"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(words: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(words) == 2
+    err = capfd.readouterr().err
+    assert reason in err and len(err.splitlines()) == 1

@@ -1,0 +1,139 @@
+"""`make` says what it can do, installs only what a target needs, and installs it once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = re.compile(r"^([a-z][a-z-]*):(?!=)", re.MULTILINE)
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
+    pytest.mark.timeout(60),
+]
+
+
+def make(*words: str, folder: Path = ROOT) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What make reads, on a machine without an environment."""
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def touch(path: Path, time: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (time, time))
+
+
+def make_stamps(checkout: Path, *names: str) -> None:
+    """An environment of the folder .venv, in which these stamps are newer than the requirements."""
+    for name in ("requirements.txt", "requirements-dev.txt", "Makefile"):
+        touch(checkout / name, 1_000_000)
+    touch(checkout / ".venv" / "bin" / "python", 1_000_000)
+    (checkout / ".venv" / "bin" / "python").chmod(0o755)
+    for age, name in enumerate(names):
+        touch(checkout / ".venv" / name, 2_000_000 + age)
+
+
+def test_help_lists_every_target_with_one_line() -> None:
+    targets = set(TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert {"help", "train", "compare", "test", "test-fast", "check"} <= targets
+    lines = make("help").splitlines()
+    listed = [re.fullmatch(r"  make ([a-z-]+) +(\S.*)", line) for line in lines]
+    assert all(listed), lines
+    assert sorted(match.group(1) for match in listed if match) == sorted(targets)
+    assert max(map(len, lines)) <= 120
+
+
+def test_every_target_is_phony() -> None:
+    """Else a file of that name would silence it."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(" ".join(phony).split()) == set(TARGET.findall(text))
+
+
+def test_make_alone_is_make_help() -> None:
+    assert make() == make("help")
+
+
+def test_training_installs_the_runtime_alone(checkout: Path) -> None:
+    commands = make("-n", "train", folder=checkout)
+    installed = re.findall(r"pip install.*-r (\S+)", commands)
+    assert installed == ["requirements.txt"]
+    assert "python3 -m venv .venv" in commands
+    assert commands.strip().splitlines()[-1].strip() == ".venv/bin/python train.py"
+
+
+def test_testing_installs_both(checkout: Path) -> None:
+    assert re.findall(r"pip install.*-r (\S+)", make("-n", "test", folder=checkout)) == [
+        "requirements.txt",
+        "requirements-dev.txt",
+    ]
+
+
+def test_the_interpreter_and_the_environments_place_can_be_given(checkout: Path) -> None:
+    commands = make("-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout)
+    assert "python3.12 -m venv /elsewhere/env" in commands
+    assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
+    assert ".venv" not in commands
+
+
+@pytest.mark.parametrize(
+    ("target", "stamps"), [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))]
+)
+def test_a_second_call_installs_nothing(checkout: Path, target: str, stamps: tuple[str, ...]) -> None:
+    make_stamps(checkout, *stamps)
+    commands = make("-n", target, folder=checkout)
+    assert "pip" not in commands
+    assert "venv " not in commands
+    assert len(commands.splitlines()) == 1
+
+
+def test_changed_requirements_are_installed_again(checkout: Path) -> None:
+    make_stamps(checkout, "runtime", "development")
+    touch(checkout / "requirements.txt", 3_000_000)
+    assert "-r requirements.txt" in make("-n", "train", folder=checkout)
+    make_stamps(checkout, "runtime", "development")
+    touch(checkout / "requirements-dev.txt", 3_000_000)
+    assert "pip" not in make("-n", "train", folder=checkout)
+    assert "-r requirements-dev.txt" in make("-n", "test", folder=checkout)
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_every_requirement_has_an_exact_version(name: str) -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    pins = [line for line in lines if line and line != "-r requirements.txt"]
+    assert pins
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", pin)] == []
+
+
+def test_the_runtime_needs_no_development_tool() -> None:
+    runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8").lower()
+    assert [tool for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit") if f"\n{tool}" in runtime] == []
+
+
+def test_ci_runs_the_linters_and_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!")
+    assert "make lint" in text
+    assert re.search(r"^make test", text, re.MULTILINE)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    for target in re.findall(r"^make (\S+)", text, re.MULTILINE):
+        make("-n", target)

@@ -1,0 +1,94 @@
+"""Every command that README, docs and config files show composes, and the main ones run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from src.config.compose import compose_command
+from src.config.expand import expand
+from src.config.resolve import resolve
+
+ROOT = Path(__file__).parents[1]
+COMMAND = re.compile(r"(?:python|torchrun --nproc-per-node \d+) (train|evaluate)\.py ?([^#`\n]*)")
+
+
+def shown_commands() -> list[str]:
+    """Arguments of every train.py command in README.md, docs/ and the comments of conf/."""
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    found = set()
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        lines = (
+            text.splitlines() if path.suffix == ".md" else [line for line in text.splitlines() if line.startswith("#")]
+        )
+        for match in COMMAND.finditer("\n".join(lines)):
+            arguments = re.split(r"\s{3,}|\s+or:", match.group(2))[0].strip()
+            if match.group(1) == "train" and not re.search(r"[…<\[]|resume=", arguments):
+                found.add(arguments)
+    return sorted(found)
+
+
+def parse(arguments: str) -> Namespace:
+    return get_args_parser().parse_args(shlex.split(arguments))
+
+
+def test_commands_are_found() -> None:
+    assert len(shown_commands()) > 20
+
+
+@pytest.mark.parametrize("arguments", shown_commands())
+def test_shown_command_composes(arguments: str) -> None:
+    parsed = parse(arguments)
+    if parsed.help or parsed.cfg:
+        return
+    if parsed.multirun:
+        _, points = expand(parsed)
+        assert any(not point.reason for point in points)
+    else:
+        resolve(compose_command(parsed).config)
+
+
+def test_tree_of_the_readme_exists() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+    names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
+    folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").iterdir() if path.is_dir())]
+    for name in names:
+        assert any((folder / name).exists() for folder in folders), name
+    shown = {Path(name).name for name in names}
+    packages = {path.name for path in (ROOT / "src").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert all(f"{package}/" in tree for package in packages)
+    assert {path.name for path in (ROOT / "src").glob("*.py")} - {"__init__.py"} <= shown
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train.py parallel=ddp parallel.devices=2",
+        "train.py model.name=convnext_atto optim=sgd",
+        "train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
+    ],
+)
+def test_command_runs(arguments: str, tmp_path: Path) -> None:
+    tiny = ["model.kwargs={}"] if "model.name" in arguments else ["model=tiny"]
+    small = [
+        "train.epochs=1",
+        "train.max_steps=2",
+        "optim.warmup_epochs=0",
+        "data.limit_train=64",
+        "print_config=false",
+    ]
+    folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+    command = [sys.executable, *shlex.split(arguments), *tiny, *small, *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr

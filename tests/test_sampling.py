@@ -1,0 +1,168 @@
+"""Who reads which sample: equal sets under every layout, nothing twice in evaluation, draws that depend on the sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from src.config.schema import AugmentConfig, DataConfig
+from src.data.augment import train_transform
+from src.data.datasets import Synthetic
+from src.data.loading import DeviceFeed, Reader, TrainLoader, evaluation_requests, train_requests
+from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests
+from src.launch.ranks import Ranks
+
+EVERYTHING = AugmentConfig(
+    scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5
+)  # torch's, Python's and numpy's generators all draw
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """(num_samples, global batch, world size, seed, epoch) that train."""
+    world = draw(st.integers(1, 9))
+    batch = world * draw(st.integers(1, 6))
+    return draw(st.integers(batch, 6 * batch)), batch, world, draw(st.integers(0, 2**40)), draw(st.integers(0, 500))
+
+
+def shards(num_samples: int, batch: int, world: int, seed: int, epoch: int) -> list[EpochShard]:
+    made = [EpochShard(num_samples, batch, rank, world, seed) for rank in range(world)]
+    for shard in made:
+        shard.set_epoch(epoch)
+    return made
+
+
+@given(epochs())
+def test_a_shard_is_what_torchs_distributed_sampler_gives(drawn: tuple[int, int, int, int, int]) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    full = num_samples // batch * batch  # for full batches
+    for rank, shard in enumerate(shards(full, batch, world, seed, epoch)):
+        theirs = DistributedSampler(range(full), world, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
+        theirs.set_epoch(epoch)
+        assert list(shard) == list(theirs)
+
+
+@given(epochs())
+def test_the_ranks_nth_batches_are_together_the_nth_global_batch(drawn: tuple[int, int, int, int, int]) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    alone = [request.indices.tolist() for request in BatchRequests(shards(num_samples, batch, 1, seed, epoch)[0])]
+    each = [list(BatchRequests(shard)) for shard in shards(num_samples, batch, world, seed, epoch)]
+    assert {len(requests) for requests in each} == {num_samples // batch} == {len(alone)}
+    for step, expected in enumerate(alone):
+        parts = [requests[step] for requests in each]
+        assert {len(part.indices) for part in parts} == {batch // world}
+        assert {part.epoch for part in parts} == {epoch}
+        assert sorted(index for part in parts for index in part.indices.tolist()) == sorted(expected)
+
+
+@given(epochs())
+def test_the_tail_is_dropped_alike_and_counted(drawn: tuple[int, int, int, int, int]) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    made = shards(num_samples, batch, world, seed, epoch)
+    seen = [index for shard in made for index in shard]
+    assert len(seen) == len(set(seen)) == num_samples - made[0].dropped
+    assert set(seen) <= set(range(num_samples))
+    assert {shard.dropped for shard in made} == {num_samples % batch}
+    assert {shard.batches_per_epoch for shard in made} == {num_samples // batch}
+
+
+def test_other_epochs_and_seeds_have_other_orders() -> None:
+    orders = {tuple(shards(50, 10, 1, seed, epoch)[0]) for seed in (0, 1, 42) for epoch in range(3)}
+    assert len(orders) >= 7, "DistributedSampler adds seed and epoch, so neighbours may share an order"
+    assert len({tuple(shards(50, 10, 1, 42, epoch)[0]) for epoch in range(5)}) == 5
+
+
+def test_a_split_smaller_than_a_batch_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"data.batch_size=16: .*\(10 images\)"):
+        EpochShard(10, 16, 0, 1, 0)
+
+
+@given(epochs(), st.data())
+def test_an_epoch_can_start_in_its_middle(drawn: tuple[int, int, int, int, int], data: Any) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    first = data.draw(st.integers(0, num_samples // batch))
+    requests = BatchRequests(EpochShard(num_samples, batch, data.draw(st.integers(0, world - 1)), world, seed))
+    requests.start_at(epoch, 0)
+    whole = [request.indices.tolist() for request in requests]
+    requests.start_at(epoch, first)
+    rest = [request.indices.tolist() for request in requests]
+    assert rest == whole[first:]
+    assert len(requests) == len(rest)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 8))
+def test_evaluation_reads_every_sample_exactly_once(num_samples: int, world: int, batch: int) -> None:
+    each = [EvaluationRequests(num_samples, batch, rank, world) for rank in range(world)]
+    read = [[request.indices.tolist() for request in requests] for requests in each]
+    assert sorted(index for batches in read for indices in batches for index in indices) == list(range(num_samples))
+    assert [len(batches) for batches in read] == [len(requests) for requests in each]
+    assert all(0 < len(indices) <= batch for batches in read for indices in batches)
+    sizes = [sum(map(len, batches)) for batches in read]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_an_empty_evaluation_split_is_an_error() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        evaluation_requests(range(0), 8, 0, 1)  # type: ignore[arg-type]
+
+
+def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> dict[int, Tensor]:
+    """The augmented images of one epoch, of all ranks of a layout."""
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    found: dict[int, Tensor] = {}
+    for rank in range(world):
+        reader = Reader(split, train_transform(EVERYTHING, 16, resize=False), seed)
+        requests = train_requests(split, 6, rank, world, seed)
+        feed = DeviceFeed(torch.device("cpu"), [0.0] * 3, [1 / 255] * 3, channels_last=False)
+        loader = TrainLoader(reader, requests, feed, num_workers)
+        for request, (images, labels) in zip(_requests(requests, epoch), loader.epoch(epoch), strict=True):
+            assert torch.equal(labels, split.labels[request])
+            found.update(zip(request, images, strict=True))
+    return found
+
+
+def _requests(requests: BatchRequests, epoch: int) -> list[list[int]]:
+    requests.start_at(epoch, 0)
+    return [request.indices.tolist() for request in requests]
+
+
+def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
+    return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_worker_processes_make_the_images_that_the_rank_itself_makes() -> None:
+    alone = _digests(Ranks(), None, 1, 3, 0)
+    assert len(alone) == 12
+    for num_workers in (1, 2):
+        assert in_ranks(_digests, 1, 1, 3, num_workers) == [alone]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_make_the_images_that_one_process_makes(world: int) -> None:
+    assert _digests(Ranks(), None, world, 3, 0) == _digests(Ranks(), None, 1, 3, 0)
+
+
+def test_another_epoch_or_seed_makes_other_images() -> None:
+    first = _digests(Ranks(), None, 1, 0, 0)
+    assert _digests(Ranks(), None, 1, 0, 0) == first
+    for other in (_digests(Ranks(), None, 1, 1, 0), _digests(Ranks(), None, 1, 0, 0, 8)):
+        assert sum(other[index] == image for index, image in first.items()) <= 1
+
+
+def test_a_drawn_image_does_not_depend_on_what_was_drawn_before() -> None:
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    reader = Reader(split, train_transform(EVERYTHING, 16, resize=False), 7)
+    first, _ = reader._sample(0, 5)
+    for index in range(4):
+        reader._sample(0, index)
+    torch.rand(100)
+    assert torch.equal(reader._sample(0, 5)[0], first)

@@ -1,0 +1,188 @@
+"""A hyper-parameter search: what may be searched, what is refused, pruning, failed trials, and going on after kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from src.config.compose import compose_command
+from src.config.expand import expand
+from src.config.space import check_space, parse_space, read_space
+from src.study.jobs import read_jobs
+from src.study.search import Follower
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")
+
+
+def space_of(*overrides: str) -> dict[str, Any]:
+    """The searched keys of a command line, checked."""
+    command, points = expand(get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
+    space = read_space(command)
+    check_space(command.config, points[0].tree, space)
+    return {dimension.name: dimension for dimension in space}
+
+
+def search(folder: Path, *overrides: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "-m", *overrides]
+    if folder.exists():
+        command.append(f"sweep.resume={folder}")
+    else:
+        command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_hydras_sweep_syntax_makes_the_space() -> None:
+    space = {
+        dimension.name: dimension
+        for dimension in parse_space(
+            {
+                "a": "interval(0,1)",
+                "b": "tag(log,interval(1e-4,1e-1))",
+                "c": "range(1,4)",
+                "d": "choice(x,y)",
+                "e": "p,q",
+                "f": "int(interval(1,8))",
+                "+g.h": "1,2",
+            }
+        )
+    }
+    assert (space["a"].low, space["a"].high, space["a"].log, space["a"].step) == (0, 1, False, None)
+    assert (space["b"].low, space["b"].high, space["b"].log) == (1e-4, 1e-1, True)
+    assert space["c"].values() == [1, 2, 3], "Hydra's range ends before its end"
+    assert space["d"].values() == ["x", "y"]
+    assert space["e"].values() == ["p", "q"]
+    assert space["f"].values() == list(range(1, 9))
+    assert space["g.h"].override("2") == "+g.h=2"
+
+
+def test_the_command_line_adds_replaces_and_fixes_keys() -> None:
+    assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
+    assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {"optim.lr", "train.smoothing"}
+    assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("search.n_jobs=2", "search.n_jobs=2"),
+        ("search.direction=minimize", "search.direction=minimize"),
+        ("optim.lr=interval(-1,1)", "optim.lr"),
+        ("train.epochs=interval(1,3)", "int"),
+        ("model=tiny,resnet18", "group"),
+        ("hydra.run.dir=a,b", "hydra.run.dir"),
+        ("search.sampler=grid", "interval"),
+        ("search.sampler=gird", "search.sampler=gird"),
+        ("search.n_trials=0", "search.n_trials=0"),
+        ("sweep.repeats=2", "sweep.repeats"),
+        ("sweep.dry_run=true", "sweep.dry_run"),
+        ("optimized_metric=images_per_sec", "search.pruner=none"),
+        ("+search.params.optim.lrr=interval(0,1)", "optim.lrr"),
+        ("parallel.devices=2,3 parallel=single", "single uses one device"),
+    ],
+)
+def test_a_search_that_can_never_be_right_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        space_of(*override.split(" "))
+
+
+def test_a_search_without_multirun_is_refused() -> None:
+    with pytest.raises(ValueError, match="add -m"):
+        compose_command(get_args_parser().parse_args(["search=optuna", *SMALL]))
+
+
+class Trial:
+    """Stands for Optuna's: prunes at a value below the bar."""
+
+    def __init__(self, bar: float) -> None:
+        self.bar, self.reported = bar, {}  # type: float, dict[int, float]
+
+    def report(self, value: float, step: int) -> None:
+        self.reported[step] = value
+
+    def should_prune(self) -> bool:
+        return self.reported[max(self.reported)] < self.bar
+
+
+def test_a_follower_reports_each_evaluation_once_and_says_why_it_prunes(tmp_path: Path) -> None:
+    path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
+    follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
+    assert follow() == ""
+    with open(path, "a") as file:
+        file.write('{"step": 7, "train/loss": 2.0}\n{"step": 9, "val/acc": 0.6}\n{"step": 18, "val/a')
+    assert follow() == ""
+    assert trial.reported == {1: 0.6}, "a line half written is not a value"
+    with open(path, "a") as file:
+        file.write('cc": 0.4}\n')
+    assert "val/acc 0.4000" in follow()
+    assert trial.reported == {1: 0.6, 2: 0.4}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_failed_trials_are_rows_and_the_grid_is_tried_once(tmp_path: Path) -> None:
+    folder = tmp_path / "grid"
+    done = search(
+        folder,
+        *("search.sampler=grid", "search.n_trials=9", "optim.weight_decay=0.1", "search.max_failure_rate=1"),
+        *("optim.lr=1e-3,1e30", "optim=sgd", "train.epochs=1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = read_jobs(folder).jobs
+    assert [job.status for job in jobs] == ["done", "not_finite"]
+    trials = study(folder).get_trials()
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL"]
+    result = json.loads((folder / jobs[0].folder / "result.json").read_text())
+    assert trials[0].value == result["objective"]
+    assert "search.md" in done.stdout
+    again = search(folder)
+    assert [job.status for job in read_jobs(folder).jobs] == ["done", "not_finite"], again.stderr
+
+
+def study(folder: Path) -> Any:
+    import optuna
+
+    return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:
+    folder = tmp_path / "search"
+    words = ("search.n_trials=4", "search.n_startup_trials=1", "parallel=ddp", "parallel.devices=2")
+    command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 90
+        while not (folder / "1" / "metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    before = (folder / "0" / "result.json").read_bytes()
+    done = search(folder, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "0" / "result.json").read_bytes() == before, "a done trial was run again"
+    jobs = read_jobs(folder).jobs
+    assert [job.id for job in jobs] == [0, 1, 2, 3]
+    assert {job.status for job in jobs} <= {"done", "pruned"}
+    trials = study(folder).get_trials()
+    assert [trial.number for trial in trials] == [0, 1, 2, 3]
+    assert len({trial.params["optim.lr"] for trial in trials}) == 4
+    for job in jobs:
+        result = json.loads((folder / job.folder / "result.json").read_text())
+        assert result["status"] == job.status
+        assert job.status == "pruned" or result["world_size"] == 2
+    best = study(folder).best_trial
+    page = (folder / "search.md").read_text()
+    assert f"in trial {best.number}" in page
+    assert (folder / "search_history.png").exists()

@@ -1,0 +1,166 @@
+"""A sweep over strategies and device counts is right: each job proves its world size, and equals the same config run alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from src.config.expand import expand
+from src.study.jobs import read_jobs
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epochs=0", "data.limit_train=128")
+
+
+def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    jobs = json.loads((folder / "jobs.json").read_text())["jobs"]
+    return [json.loads((folder / job["folder"] / "result.json").read_text()) for job in jobs if job["status"] == "done"]
+
+
+def statuses(folder: Path) -> list[str]:
+    return [job.status for job in read_jobs(folder).jobs]
+
+
+def points(*overrides: str) -> Any:
+    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+
+
+def test_impossible_points_are_skipped_with_a_reason() -> None:
+    found = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
+    assert [bool(point.reason) for point in found] == [False, True, False, True]
+    assert "single uses one device" in found[1].reason
+    assert "nearest: 63, 66" in found[3].reason
+
+
+def test_all_cpu_points_get_the_same_threads() -> None:
+    found = points("parallel=single,dp,ddp", "parallel.devices=1,2")
+    assert len({point.config.parallel.threads_per_device for point in found if not point.reason}) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides", [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]]
+)
+def test_what_can_never_be_right_refuses_the_whole_sweep(overrides: list[str]) -> None:
+    with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
+        points(*overrides)
+
+
+def test_editing_yaml_changes_nothing_queued(tmp_path: Path) -> None:
+    """Jobs run from the config.yaml in their folder; nothing reads conf/ any more."""
+    from src.config.compose import read_frozen
+    from src.config.schema import SweepConfig
+    from src.study.sweep import freeze_jobs
+
+    found = points("optim.lr=1e-3,1e-4")
+    jobs = freeze_jobs(tmp_path, found, SweepConfig(), seed=1)
+    assert [read_frozen(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
+
+
+def test_repeats_are_shuffled_by_the_seed(tmp_path: Path) -> None:
+    from src.config.schema import SweepConfig
+    from src.study.sweep import freeze_jobs
+
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        freeze_jobs(tmp_path / name, points("optim.lr=1,2,3"), SweepConfig(repeats=4), seed)
+    order = {name: [(job.name, job.repeat) for job in read_jobs(tmp_path / name).jobs] for name in "abc"}
+    assert order["a"] == order["b"] != order["c"]
+    assert sorted(order["a"]) == sorted(order["c"])
+    assert order["a"] != sorted(order["a"])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_strategies_and_device_counts(tmp_path: Path) -> None:
+    """The sweep that every well-known stack gets wrong, in the order that crashes some; single x 2 is skipped."""
+    folder = tmp_path / "sweep"
+    done = sweep(folder, "parallel=single,dp,ddp", "parallel.devices=2,1", "parallel.threads_per_device=1")
+    assert done.returncode == 0, done.stderr
+    assert statuses(folder) == ["skipped", "done", "done", "done", "done", "done"]
+    found = results(folder)
+    assert [(r["strategy"], r["world_size"], r["devices"]) for r in found] == [
+        ("single", 1, 1),
+        ("dp", 2, 2),
+        ("dp", 1, 1),
+        ("ddp", 2, 2),
+        ("ddp", 1, 1),
+    ]
+    assert [r["processes"] for r in found] == [1, 1, 1, 2, 1]
+    for result in found:
+        assert result["val"]["loss"] == pytest.approx(found[0]["val"]["loss"], abs=1e-5)
+        assert result["val"]["samples"] == 270
+    assert (folder / "report.html").exists()
+    assert "single uses one device" in (folder / "report.md").read_text()
+    alone = [sys.executable, "train.py", "--config-path", str(folder / "3"), "--config-name", "config"]
+    again = subprocess.run(
+        [*alone, f"hydra.run.dir={tmp_path}/alone"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    own, job = (json.loads((path / "result.json").read_text()) for path in (tmp_path / "alone", folder / "3"))
+    assert own["val"]["loss"] == job["val"]["loss"]  # bit for bit
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_failing_job_is_a_row_and_the_rest_run(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    done = sweep(folder, "model.num_classes=10,3,10", "parallel=single")
+    assert done.returncode == 1
+    assert statuses(folder) == ["done", "failed", "done"]
+    assert "num_classes=3" in read_jobs(folder).jobs[1].reason
+    assert "num_classes=3" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_interrupted_and_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        *SMALL,
+        "optim.lr=1e-3,1e-4,1e-5,1e-6",
+        "train.epochs=3",
+        "parallel=ddp",
+    ]
+    running = subprocess.Popen(
+        [*command, f"hydra.sweep.dir={folder}"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while not (folder / "jobs.json").exists() or statuses(folder)[:2] != ["done", "running"]:
+        assert running.poll() is None
+        time.sleep(0.1)
+    time.sleep(3)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130, output
+    assert statuses(folder) == ["done", "interrupted", "waiting", "waiting"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    first = (folder / "0" / "result.json").read_text()
+    again = subprocess.run(
+        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert statuses(folder) == ["done"] * 4
+    assert (folder / "0" / "result.json").read_text() == first
