@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from src.launch.ranks import Ranks, ranks_from_environment
 
@@ -28,9 +28,7 @@ def main() -> int:
 
 
 def _lead(ranks: Ranks | None) -> int:
-    from hydra._internal.utils import get_args_parser
-
-    arguments = get_args_parser().parse_args()
+    arguments = _parse(sys.argv[1:])
     if arguments.experimental_rerun is not None:
         raise ValueError(
             "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
@@ -48,6 +46,17 @@ def _lead(ranks: Ranks | None) -> int:
 
         refuse_followers(str(error), ranks)
         raise
+
+
+def _parse(words: list[str]) -> Any:
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; see python train.py --help")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # one line, where argparse prints its usage first
+    return parser.parse_args(words)
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:

@@ -5,6 +5,7 @@ Nothing here imports torch: sweeps, reports and the command line read records in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -56,15 +57,21 @@ class Result:
 
 
 def claim_folder(wanted: Path) -> Path:
-    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in range(1000):
-        folder = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}_{attempt}")
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            continue
+    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs.
+
+    Errors: ValueError when no folder can be made there.
+    """
+    if not wanted.name:
+        raise ValueError(f"hydra.run.dir={wanted}: give the name of a folder to be made")
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1000):
+            folder = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}_{attempt}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ValueError(f"hydra.run.dir={wanted}: cannot be made ({error.strerror}); choose another place") from None
     raise ValueError(f"hydra.run.dir={wanted}: 1000 folders of this name exist already; choose another name")
 
 
@@ -106,8 +113,12 @@ def read_result(folder: Path) -> Result:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or "status" not in values:
         raise ValueError(f"{path}: not a result of this project (it has no status)")
+    if not isinstance(values.get("format", 0), int):
+        raise ValueError(f"{path}: format {values['format']!r} is no number, so this is no result of this project")
     if values.get("format", 0) > FORMAT:
         raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({FORMAT}); update the code")
+    if values["status"] not in STATUSES:
+        raise ValueError(f"{path}: status {values['status']!r} is not one of {', '.join(STATUSES)}")
     known = {f.name for f in dataclasses.fields(Result)}
     return Result(**{key: value for key, value in values.items() if key in known})
 

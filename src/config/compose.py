@@ -14,19 +14,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from src import machine
+from src.config.fences import check_hydra_block
+from src.config.keys import explain, is_known, key_hint
 from src.config.names import hint
-from src.config.rules import check_combination, check_values, leaves
+from src.config.rules import check_combination, check_values
 from src.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
-HYDRA_TARGETS = (
-    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-)
 
 
 @dataclass
@@ -59,13 +58,14 @@ def compose_command(arguments: Any) -> Command:
         config = to_config(tree)
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
-                raise ValueError("this experiment is a sweep (it has hydra.sweeper.params): add -m")
+                experiment = tree.hydra.runtime.choices.get("experiment")
+                raise ValueError(f"experiment={experiment}: is a sweep (it has hydra.sweeper.params): add -m")
             if config.search.sampler is not None:
                 raise ValueError(f"search.sampler={config.search.sampler}: a search is a sweep: add -m")
             check_combination(config)
         return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_line(error)) from error
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(explain(error, arguments.overrides)) from error
     finally:
         GlobalHydra.instance().clear()
 
@@ -111,10 +111,11 @@ def to_config(tree: DictConfig) -> Config:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
         if "hydra" in tree:
             own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
-            OmegaConf.merge(OmegaConf.structured(HydraConf), OmegaConf.masked_copy(tree.hydra, own))
-            _check_hydra_targets(tree.hydra)
+            block = OmegaConf.to_container(OmegaConf.masked_copy(tree.hydra, own))  # plain: typed ones are not checked
+            OmegaConf.merge({"hydra": OmegaConf.structured(HydraConf)}, {"hydra": block})
+            check_hydra_block(tree.hydra)
     except OmegaConfBaseException as error:
-        raise ValueError(_explain(error)) from error
+        raise ValueError(explain(error)) from error
     assert isinstance(config, Config)
     check_values(config)
     return config
@@ -155,12 +156,6 @@ def read_frozen(folder: Path) -> Config:
     return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")]))
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of the schema, sections included."""
-    keys = [key for key, _, _ in leaves(Config())]
-    return keys + sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)})
-
-
 def _hydra(arguments: Any) -> Any:
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_automatic_config_search_path
@@ -191,7 +186,9 @@ def _check_override_keys(loader: Any, overrides: list[str]) -> None:
             options = loader.get_group_options(key)
             swept = override.is_sweep_override()
             for choice in override.sweep_string_iterator() if swept else [override.value()]:
-                if isinstance(choice, str) and choice not in options and choice != "null":
+                if choice in (None, "null") and not override.is_delete():
+                    raise ValueError(f"{key}=null: give one of {', '.join(options)}, or leave the group out: ~{key}")
+                if isinstance(choice, str) and choice not in options:
                     raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
         elif not is_known(key):
             raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")
@@ -201,58 +198,3 @@ def _groups(loader: Any) -> list[str]:
     from hydra.core.object_type import ObjectType
 
     return [g for g in loader.list_groups("") if loader.get_group_options(g, ObjectType.CONFIG) and g != "hydra"]
-
-
-def is_known(key: str) -> bool:
-    """Whether the schema has `key`; anything goes below a free dictionary."""
-    node: Any = Config()
-    for part in key.split("."):
-        if isinstance(node, dict):
-            return True
-        if not hasattr(node, part):
-            return False
-        node = getattr(node, part)
-    return True
-
-
-def key_hint(key: str, more: set[str] | None = None) -> str:
-    known = known_keys()
-    last = key.rsplit(".", 1)[-1]
-    elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
-    if elsewhere:
-        return f"; did you mean {', '.join(elsewhere[:3])}?"
-    return hint(key, [*known, *(more or ())])
-
-
-def _check_hydra_targets(tree: DictConfig) -> None:
-    """Hydra calls what `_target_` names (launcher, sweeper, callbacks): only the ones we know may be named."""
-    for section in ("launcher", "sweeper"):
-        target = OmegaConf.select(tree, f"{section}._target_")
-        if target is not None and target not in HYDRA_TARGETS:
-            raise ValueError(f"hydra.{section}._target_={target}: not allowed; allowed: {', '.join(HYDRA_TARGETS)}")
-    if tree.get("callbacks"):
-        raise ValueError(
-            f"hydra.callbacks.{next(iter(tree.callbacks))}: callbacks are not allowed; a config imports nothing"
-        )
-
-
-def _explain(error: OmegaConfBaseException) -> str:
-    """OmegaConf's error in one line, with the key and, for an unknown one, the nearest that exists."""
-    key = str(getattr(error, "full_key", None) or "")
-    first = str(error).splitlines()[0]
-    if key and "not in" in first:
-        if is_known(key) and not key.startswith("hydra"):
-            return f"{key}: not set yet, so add it: +{key}=…"
-        return f"{key}: unknown key{key_hint(key)}"
-    if "Missing mandatory" in first:
-        return f"{key}=???: must be given, e.g. {key}=…"
-    return f"{key}: {first}" if key else first
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OmegaConfBaseException):
-        return _explain(error)
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException):
-        return _explain(cause)
-    return " ".join(line.strip() for line in str(error).splitlines()[:3])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -30,6 +33,24 @@ def is_own_class(name: str) -> bool:
     return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None
 
 
+def own_class_exists(name: str) -> bool:
+    """Whether `src.<module>.<Class>` is defined or imported in that module's file, which is read and not run."""
+    module, _, wanted = name.rpartition(".")
+    path = ROOT.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            defined: set[str | None] = set()
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.ImportFrom):
+                    defined.update(alias.asname or alias.name for alias in node.names)
+                elif isinstance(node, ast.Assign):
+                    defined.update(getattr(target, "id", None) for target in node.targets)
+            return wanted in defined
+    return False
+
+
 @cache
 def timm_models() -> frozenset[str]:
     """Every model name timm registers, without its pretrained tag (`resnet18`, not `resnet18.a1_in1k`)."""
@@ -40,6 +61,16 @@ def timm_models() -> frozenset[str]:
         for block in re.findall(r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL):
             names.update(re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE))
     return frozenset(names)
+
+
+@cache
+def timm_tags() -> frozenset[str]:
+    """`resnet18.a1_in1k` and the like, as far as they stand in timm's files; some are made by loops."""
+    return frozenset(
+        tag
+        for path in (_timm() / "models").glob("*.py")
+        for tag in re.findall(r"'(\w+\.\w+)'\s*:", path.read_text(encoding="utf-8"))
+    )
 
 
 @cache

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from src.config.names import hint, is_own_class, timm_models, timm_optimizers
+from src.config.names import hint, is_own_class, own_class_exists, timm_models, timm_optimizers, timm_tags
 from src.config.schema import Config
 
 DATASETS = ("digits", "folder", "synthetic")
@@ -21,6 +22,11 @@ DDP_ONLY = (
     "find_unused_parameters",
     "gradient_as_bucket_view",
     "static_graph",
+)
+AUTO_AUGMENT = (  # the strings that timm.data.auto_augment reads
+    r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
+    r"augmix(-(m|w|d|a|b|mstd)-?\d+(\.\d+)?)*",
+    r"(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)*",
 )
 OBJECTIVES = (
     "val/acc",
@@ -53,6 +59,7 @@ def check_values(config: Config) -> None:
         _check_leaf(key, value, entry.metadata)
     _numbers_or_auto(config)
     _known_names(config)
+    _augment(config)
 
 
 def check_combination(config: Config) -> None:
@@ -90,14 +97,33 @@ def _numbers_or_auto(config: Config) -> None:
 
 def _known_names(config: Config) -> None:
     model, opt, data = config.model.name, config.optim.opt, config.data.name
-    if not is_own_class(model) and model.split(".")[0] not in timm_models():
-        raise ValueError(f"model.name={model}: timm has no such model{hint(model.split('.')[0], timm_models())}")
+    for key, name in (("model.name", model), ("data.name", data)):
+        if is_own_class(name) and not own_class_exists(name):
+            raise ValueError(f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/")
+    if not is_own_class(model):
+        _check_timm_model(model)
     if opt not in timm_optimizers():
         raise ValueError(f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}")
     if not is_own_class(data) and data not in DATASETS:
         raise ValueError(f"data.name={data}: no such data{hint(data, DATASETS)}")
     if config.optimized_metric not in OBJECTIVES:
         raise ValueError(f"optimized_metric={config.optimized_metric}: allowed: {', '.join(OBJECTIVES)}")
+
+
+def _check_timm_model(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if architecture not in timm_models():
+        raise ValueError(f"model.name={name}: timm has no such model{hint(architecture, timm_models())}")
+    tags = sorted(known for known in timm_tags() if known.startswith(f"{architecture}."))
+    if tag and tags and name not in tags:
+        raise ValueError(f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}")
+
+
+def _augment(config: Config) -> None:
+    """timm only asserts that it can read these words, in the first batch."""
+    aa = config.data.augment.aa
+    if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
+        raise ValueError(f"data.augment.aa={aa}: give timm's words, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0")
 
 
 def _batch(config: Config) -> None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from src.config.compose import Command, is_known, key_hint, to_config
+from src.config.compose import Command, to_config
 from src.config.expand import Point, make_point, settle
+from src.config.keys import is_known, key_hint
 from src.config.schema import Config
 from src.records import write_text
 

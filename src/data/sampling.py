@@ -72,7 +72,7 @@ class EvaluationRequests:
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
         """`batch_size` is this rank's."""
-        self.indices = torch.arange(rank, num_samples, world_size)
+        self.indices = torch.arange(num_samples)[rank::world_size]
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[Request]:
