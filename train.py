@@ -28,23 +28,21 @@ def main() -> int:
 
 
 def _lead(ranks: Ranks | None) -> int:
-    arguments = _parse(sys.argv[1:])
-    if arguments.experimental_rerun is not None:
-        raise ValueError(
-            "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
-        )
-    if arguments.multirun and not arguments.cfg:
-        return _sweep(arguments, ranks)
-    if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
-        return _hydra_habits(arguments)
-    if ranks is None:
-        return _run(arguments, None)
+    """Rank 0, or the only process. What it refuses, the other ranks are told, because they wait for a run folder."""
     try:
-        return _run(arguments, ranks)
+        arguments = _parse(sys.argv[1:])
+        if arguments.experimental_rerun is not None:
+            raise ValueError(
+                "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
+            )
+        if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
+            return _hydra_habits(arguments)
+        return (_sweep if arguments.multirun else _run)(arguments, ranks)
     except ValueError as error:
-        from src.launch.outside import refuse_followers
+        if ranks is not None:
+            from src.launch.outside import refuse_followers
 
-        refuse_followers(str(error), ranks)
+            refuse_followers(str(error), ranks)
         raise
 
 
@@ -56,7 +54,7 @@ def _parse(words: list[str]) -> Any:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]  # one line, where argparse prints its usage first
-    return parser.parse_args(words)
+    return parser.parse_intermixed_args(words)  # `model=tiny -m seed=1,2`: words on both sides of a flag
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:

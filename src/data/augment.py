@@ -32,7 +32,7 @@ def train_transform(config: AugmentConfig, size: int | None, resize: bool) -> Tr
     if config.hflip:
         steps.append(v2.RandomHorizontalFlip(config.hflip))
     if config.aa:
-        steps.append(_timm_auto_augment(config.aa, _known(size)))
+        steps.append(_TimmAutoAugment(config.aa, _known(size)))
     if config.color_jitter:
         steps.append(v2.ColorJitter(*[config.color_jitter] * 3))
     if config.reprob:
@@ -63,17 +63,17 @@ def _known(size: int | None) -> int:
     return size
 
 
-def _timm_auto_augment(text: str, size: int) -> Transform:
-    """timm's policies work on PIL images."""
-    from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
-    from torchvision.transforms.v2 import functional
+class _TimmAutoAugment:
+    """timm's policies work on PIL images. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
 
-    build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(text[:4], auto_augment_transform)
-    policy: Any = build(
-        text, {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}
-    )  # as timm's transforms
+    def __init__(self, text: str, size: int) -> None:
+        from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 
-    def apply(image: Tensor) -> Tensor:
-        return functional.pil_to_tensor(policy(functional.to_pil_image(image)))
+        build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(text[:4], auto_augment_transform)
+        hparams = {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}  # as timm's own transforms
+        self.policy: Any = build(text, hparams)
 
-    return apply
+    def __call__(self, image: Tensor) -> Tensor:
+        from torchvision.transforms.v2 import functional
+
+        return functional.pil_to_tensor(self.policy(functional.to_pil_image(image)))
