@@ -65,19 +65,21 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     from src.launch.job import run_job
     from src.launch.outside import lead, remembered_folder
     from src.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
+    from src.ownership import own
     from src.records import claim_folder
 
     command = compose_command(with_saved_overrides(arguments))
     check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
     folder = remembered_folder(ranks, config) or folder_to_resume(config)
-    if folder is None:
-        folder = claim_folder(command.run_dir)
-    else:
-        check_resumable(config, folder)
-    if ranks is None:
-        return run_in_hydra(command, folder, lambda: run_job(config, folder))
-    return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))
+    goes_on = folder is not None
+    folder = folder or claim_folder(command.run_dir)
+    with own(folder):
+        if goes_on:
+            check_resumable(config, folder)
+        if ranks is None:
+            return run_in_hydra(command, folder, lambda: run_job(config, folder))
+        return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))
 
 
 def _sweep(arguments: Any, ranks: Ranks | None) -> int:

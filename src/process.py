@@ -7,8 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+import psutil
 
 ECHO_SECONDS = 0.5  # one Ctrl-C may arrive twice: from the terminal and from the agent
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -25,6 +28,28 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def no_survivors(seconds: float = 3.0) -> Iterator[None]:
+    """Whatever the block starts, and whatever that starts in turn, is gone afterwards: TERM, `seconds` to leave, KILL."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children, so they are found
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        yield
+    finally:
+        left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        for child in left:
+            with suppress(psutil.NoSuchProcess):
+                child.terminate()
+        for child in psutil.wait_procs(left, timeout=seconds)[1]:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left, timeout=seconds)
 
 
 class Stopped(BaseException):

@@ -18,10 +18,12 @@ from src.launch.ranks import Ranks
 from src.outcome import collect, prove_start, show_banner, show_end
 from src.parallel import build_strategy
 from src.process import Stopped, stop_handler
+from src.pulse import SAVING, pulse
 from src.records import write_result
 from src.telemetry.console import Console, print_config
 from src.telemetry.recorder import Recorder
 from src.training import checkpoint
+from src.training.finite import NotFiniteError, check_finite
 from src.training.loop import Progress, train_epoch
 from src.training.metrics import Evaluation, evaluate
 
@@ -67,9 +69,12 @@ class Run:
         with Console(strategy.is_first, self.parts.total_steps, self.progress.step) as console:
             self.recorder = Recorder(self.folder, strategy.is_first, console, self.progress.step)
             stop_handler.request = self.strategy.stopping.request
-            while not self.is_finished():
-                self.train_epoch()
-                self.end_epoch()
+            try:
+                while not self.is_finished():
+                    self.train_epoch()
+                    self.end_epoch()
+            except NotFiniteError as error:
+                raise NotFiniteError(f"{error}; {self.what_was_read(error.step)}", error.step) from None
             self.evaluate_best()
         result = collect(self, proof)
         self.recorder.end(config, result, self.evaluations, self.parts.images.class_names)
@@ -138,8 +143,8 @@ class Run:
         is_best = False
         if last or (train.evaluate_every and (progress.epoch + 1) % train.evaluate_every == 0):
             is_best = self.evaluate("val", ended, may_stop=True)
-        self.train_loss = progress.loss_sum / max(1, progress.step_in_epoch)
-        progress.epoch, progress.step_in_epoch, progress.loss_sum = progress.epoch + 1, 0, 0.0
+        self.train_loss = progress.loss_sum / max(1, progress.loss_steps)
+        progress.begin_epoch()
         self.recorder.memory(progress.step, ended, self.strategy.memory())
         self.recorder.epoch(
             progress.epoch, self.config.train.epochs, self.train_loss, self.evaluations, progress.best_acc
@@ -188,13 +193,28 @@ class Run:
         self.evaluate("test", self.progress.epoch)
 
     def save(self, is_best: bool) -> None:
-        """Rank 0 writes last.pt (and best.pt). The loss was finite on all ranks at this boundary."""
+        """Rank 0 writes last.pt (and best.pt), of weights that are finite on all ranks."""
+        pulse.at(SAVING)
+        ema = self.parts.trainee.ema
+        check_finite(
+            [self.parts.trainee.model, *([] if ema is None else [ema.module])], self.strategy, self.progress.step
+        )
         if self.strategy.is_first:
             made_by = {"strategy": self.strategy.kind, "devices": int(self.config.parallel.devices)}
             contents = checkpoint.snapshot(self.parts.trainee, self.progress, self.parts.images.class_names, made_by)
             checkpoint.save(
                 self.folder / "checkpoints", contents, self.progress.step, self.config.checkpoint.keep, is_best
             )
+
+    def what_was_read(self, step: int) -> str:
+        """The images of a step and the checkpoint before it, for a message; the log gets all of their indices."""
+        per_step, progress = self.config.train.accumulate, self.progress
+        in_epoch = step - (progress.step - progress.step_in_epoch) - 1
+        indices = self.parts.train.requests.shard.global_batches(in_epoch * per_step, per_step)
+        log.error("training images of step %d, by index: %s", step, indices)
+        last = self.folder / "checkpoints" / "last.pt"
+        good = f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"
+        return f"it read the training images {', '.join(map(str, indices[:8]))} … (all in the log); {good}"
 
     def show_images(self) -> None:
         """The first training batch as the model will see it."""

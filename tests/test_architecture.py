@@ -15,12 +15,14 @@ SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "src").rglob("*.py"), *(ROOT / "s
 OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 
 # Room -> rooms of src/ that it may import. A room is a folder or a file of src/. What is not listed may import anything.
-MACHINE = {"machine", "process", "draws"}
+MACHINE = {"machine", "process", "draws", "pulse"}
 KNOWN = {"config", "records", "telemetry"} | MACHINE
 MAY_IMPORT = {
     "machine": set(),
     "process": set(),
     "draws": set(),
+    "pulse": set(),
+    "ownership": set(),
     "records": set(),
     "config": {"records", "machine"},
     "telemetry": {"config", "records", "machine"},
@@ -30,8 +32,8 @@ MAY_IMPORT = {
     "optim": KNOWN,
     "training": KNOWN | {"parallel"},  # the loop speaks to the strategy that it is given
     "environment": {"config", "records", "machine"},
-    "launch": {"config", "records", "environment", "machine", "process"},
-    "study": {"config", "records", "machine", "process"},
+    "launch": {"config", "records", "environment", "machine", "process", "pulse", "ownership"},
+    "study": {"config", "records", "machine", "process", "ownership"},
 }
 EXTRA = {  # file -> what it alone may import besides
     "src/launch/worker.py": {"run"},

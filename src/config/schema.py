@@ -132,7 +132,10 @@ class TrainConfig:
     loss: str = choice("ce", "ce", "bce")
     smoothing: float = number(0.0, least=0, most=1)
     log_every: int = number(10, least=1)  # steps between two logged lines
-    on_nonfinite: str = choice("stop", "stop")
+    on_nonfinite: str = choice(
+        "stop", "stop", "skip"
+    )  # skip: leave such steps out; looks at every step, so it is slower
+    max_skipped: int = number(10, least=0)  # more such steps end the run
 
 
 @dataclass

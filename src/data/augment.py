@@ -69,7 +69,9 @@ class _TimmAutoAugment:
     def __init__(self, text: str, size: int) -> None:
         from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 
-        build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(text[:4], auto_augment_transform)
+        build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(
+            text[:4], auto_augment_transform
+        )
         hparams = {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}  # as timm's own transforms
         self.policy: Any = build(text, hparams)
 

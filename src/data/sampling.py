@@ -43,6 +43,12 @@ class EpochShard(DistributedSampler[Any]):
         order = torch.randperm(self.total, generator=generator)
         return order[: self.batches_per_epoch * self.batch_size][self.rank :: self.num_replicas]
 
+    def global_batches(self, first: int, count: int) -> list[int]:
+        """All ranks' indices of this epoch's batches `first` to `first + count`."""
+        everyone = EpochShard(self.total, self.batch_size, 0, 1, self.seed)
+        everyone.set_epoch(self.epoch)
+        return everyone.shard()[first * self.batch_size : (first + count) * self.batch_size].tolist()  # type: ignore[no-any-return]
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.shard().tolist())
 

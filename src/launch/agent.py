@@ -23,7 +23,7 @@ import psutil
 
 from src.config.compose import ROOT
 from src.config.schema import Config
-from src.process import STOP_SIGNALS
+from src.process import STOP_SIGNALS, no_survivors
 
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
 
@@ -34,14 +34,16 @@ class Ended:
 
     signal: int | None = None  # the signal that stopped this process while it waited
     exit_codes: dict[int, int] = field(default_factory=dict)
+    world_size: int = 0  # ranks that were started and have all ended
 
 
 def run_ranks(config: Config, folder: Path) -> Ended:
     """Start the ranks of a resolved config on its run folder and wait until none is left."""
     environment = _environment(config)
-    if config.parallel.strategy == "ddp":
-        return _run_agent(config, folder, environment)
-    return _run_child(folder, environment)
+    with no_survivors():
+        if config.parallel.strategy == "ddp":
+            return _run_agent(config, folder, environment)
+        return _run_child(folder, environment)
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -64,7 +66,7 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
     """One process, in our process group, so that a debugger in it has the terminal."""
-    ended = Ended()
+    ended = Ended(world_size=1)
     child = subprocess.Popen(worker_command(folder), env={**os.environ, **environment})
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -106,7 +108,7 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
-    ended = Ended()
+    ended = Ended(world_size=launch.nproc_per_node)
     command = worker_command(folder)
     with (
         _signal_handlers(None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from src.config.compose import freeze, read_frozen
 from src.config.schema import Config
 from src.environment import write_environment
 from src.launch.agent import Ended, run_ranks
+from src.launch.failure import failure_text, first_failure
+from src.ownership import own
 from src.records import Result, read_result, write_result
 
 
@@ -47,41 +48,10 @@ def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None 
         saved = any((folder / "checkpoints").glob("*.pt"))
         print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
         return 128 + ended.signal
-    failure = first_failure(folder, ended.exit_codes)
+    failure = first_failure(folder, ended.exit_codes, ended.world_size)
     _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)
     print(failure_text(failure), file=console, flush=True)
     return int(failure.get("exit_code", 1))
-
-
-def first_failure(folder: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
-    """The failure that caused the others, not its echo on the ranks that waited for it.
-
-    In this order: the earliest recorded exception that is not a lost connection; a rank that a signal killed (it leaves
-    no record, and its peers record a lost connection); one that left without a record; the earliest lost connection.
-    """
-    records = [json.loads(path.read_text()) for path in sorted((folder / "logs").glob("failure_rank_*.json"))]
-    records.sort(key=lambda record: (record["is_echo"], record["time"]))
-    if records and not records[0]["is_echo"]:
-        return dict(records[0])
-    silent = {rank: code for rank, code in exit_codes.items() if rank not in {record["rank"] for record in records}}
-    for rank, code in sorted(silent.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
-        if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
-            continue
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        hint = " (out of memory? the kernel kills with SIGKILL)" if code == -signal.SIGKILL else ""
-        log = folder / "logs" / f"rank_{rank}.log"
-        return {"rank": rank, "reason": f"rank {rank} {how}{hint}", "log": str(log)}
-    return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
-
-
-def failure_text(failure: dict[str, Any]) -> str:
-    """What a tired person needs: who failed first, why, where the log is."""
-    lines = [f"Failed: {failure['reason']}"]
-    if failure.get("traceback") and failure.get("status") != "refused":
-        lines.insert(0, failure["traceback"].rstrip())
-    if failure.get("log"):
-        lines.append(f"Log: {failure['log']}")
-    return "\n".join(lines)
 
 
 def _own_result(folder: Path) -> Result | None:
@@ -110,4 +80,5 @@ def _record(config: Config, folder: Path, status: str, reason: str, failure: dic
 
 if __name__ == "__main__":
     run_folder = Path(sys.argv[1])
-    sys.exit(run_job(read_frozen(run_folder), run_folder))
+    with own(run_folder):
+        sys.exit(run_job(read_frozen(run_folder), run_folder))

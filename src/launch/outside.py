@@ -48,11 +48,12 @@ def lead(config: Config, folder: Path, ranks: Ranks) -> int:
 
 def _run_and_say(config: Config, folder: Path, ranks: Ranks, store: Store) -> int:
     """Run this rank; where it ends badly, do what launch/job.py does under python: the rank that failed first tells."""
-    from src.launch.job import conclude, first_failure
+    from src.launch.failure import first_failure
+    from src.launch.job import conclude
     from src.launch.worker import run_rank
 
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 send their own output to their log
-    code = run_rank(config, folder, ranks, store)
+    code = run_rank(config, folder, ranks, store, lambda: conclude(config, folder, Ended(), console))
     if code > 128 and ranks.is_first:
         return conclude(config, folder, Ended(signal=code - 128), console)
     if 0 < code < 128:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from src.config.compose import CONF, read_frozen
 from src.config.rules import leaves
 from src.config.schema import Config
+from src.ownership import is_owned
 from src.records import read_result
 
 MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
@@ -50,7 +51,7 @@ def folder_to_resume(config: Config) -> Path | None:
         return Path(config.resume)
     runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
     for folder in (path.parent.parent for path in runs):
-        if not _is_done(folder) and not _differences(config, folder):
+        if not _is_done(folder) and not is_owned(folder) and not _differences(config, folder):
             return folder
     print(f"resume=auto: no unfinished run of {config.task_name}; starting a new one", file=sys.stderr)
     return None

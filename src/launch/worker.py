@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from src.config.schema import Config
+from src.launch.failure import describe, write_failure
 from src.launch.ranks import Ranks, ranks_from_environment
+from src.launch.watchdog import Watchdog
 from src.process import (
     STOP_SIGNALS,
     Stopped,
@@ -23,14 +24,12 @@ from src.process import (
     ignore_stop_signals,
     stop_handler,
 )
-from src.records import write_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
 STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for ranks that have left
-STATUSES = {"OutOfMemoryError": "out_of_memory", "NotFiniteError": "not_finite"}
 
 
 def main(folder: Path) -> int:
@@ -46,16 +45,23 @@ def main(folder: Path) -> int:
     return run_rank(config, folder, ranks, open_store(ranks))
 
 
-def run_rank(config: Config, folder: Path, ranks: Ranks, store: Store | None) -> int:
-    """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised."""
+def run_rank(
+    config: Config, folder: Path, ranks: Ranks, store: Store | None, last_words: Callable[[], object] | None = None
+) -> int:
+    """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised.
+
+    `last_words` is called before the watchdog ends this process, which then does not return from here.
+    """
     die_with_parent()
     exit_after_stop_signal(STUCK_SECONDS)
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
-    _set_up_output(own_log, ranks)
+    stacks = _set_up_output(own_log, ranks)
     for number in STOP_SIGNALS:
         signal.signal(number, stop_handler)
+    own_store = None if store is None else store.clone()
     try:
-        return _run_recorded(config, folder, ranks, store, own_log)
+        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words):
+            return _run_recorded(config, folder, ranks, store, own_log)
     except Stopped as stop:
         log.info("stopped by %s", stop)
         return 128 + stop.number
@@ -70,16 +76,20 @@ def _run_recorded(config: Config, folder: Path, ranks: Ranks, store: Store | Non
     except Exception as error:
         ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
         log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-        return _record_failure(folder, ranks, error, own_log)
+        record = describe(error, config, ranks, own_log)
+        write_failure(folder, record)
+        return int(record["exit_code"])
 
 
-def _set_up_output(own_log: Path, ranks: Ranks) -> None:
+def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     """Every rank logs to its own file; rank 0 alone also has the console.
 
-    For other ranks the file descriptors themselves are redirected, so that what C++ prints lands there too.
+    For other ranks the file descriptors themselves are redirected, so that what C++ prints lands there too. Returns the
+    log, for stacks.
     """
     own_log.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(own_log)]
+    stream = open(own_log, "a", encoding="utf-8", buffering=1)
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if ranks.is_first:
         console = logging.StreamHandler(sys.stdout)
         console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
@@ -94,27 +104,8 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong
     logging.captureWarnings(True)
-    faulthandler.enable(all_threads=True)
-
-
-def _record_failure(folder: Path, ranks: Ranks, error: Exception, own_log: Path) -> int:
-    """Leave a record of `error` for whoever started this rank, and return the exit code: 2 for what the user can mend."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    kind, text = type(error).__name__, " ".join(str(error).split())[:500]
-    refused = kind == "RefusedError"
-    record = {
-        "rank": ranks.rank,
-        "time": time.time(),
-        "status": "refused" if refused else STATUSES.get(kind, "failed"),
-        "reason": text if refused else f"rank {ranks.rank}: {kind}: {text} ({Path(last.filename).name}:{last.lineno})",
-        "exception": kind,
-        "traceback": traceback.format_exc(),
-        "log": str(own_log),
-        "is_echo": kind in ("DistBackendError", "DistNetworkError") or "gloo" in text.lower(),
-        "exit_code": 2 if refused else 1,
-    }
-    write_json(folder / "logs" / f"failure_rank_{ranks.rank}.json", json.loads(json.dumps(record)))
-    return 2 if refused else 1
+    faulthandler.enable(stream, all_threads=True)
+    return stream
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class Distributed(Single):
             store=PrefixStore("process_group", store),
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=timedelta(seconds=config.start_timeout),  # torch's own: 30 min (gloo), 10 min (NCCL)
+            timeout=timedelta(
+                seconds=max(config.start_timeout, config.timeout) + 60
+            ),  # after the watchdog, which names the rank
             device_id=self.device if config.backend == "nccl" else None,
         )
         own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
@@ -83,6 +85,7 @@ class Distributed(Single):
         dist.barrier()
 
     def close(self) -> None:
+        self.stopping.close()
         dist.destroy_process_group()
 
     def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:

@@ -29,8 +29,17 @@ class Stopping:
         self._last: int | None = None
         self._decided = threading.Event()
         self._wake = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._follow, name="stopping", daemon=True)
         if store is not None:
-            threading.Thread(target=self._follow, args=(store,), name="stopping", daemon=True).start()
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread: inside the store while the interpreter shuts down, it would abort the process."""
+        if self._thread.is_alive():
+            self._over = True
+            self._wake.set()
+            self._thread.join(timeout=ANSWER_SECONDS)
 
     def request(self, number: int) -> None:
         """A signal has come; safe in a signal handler of the main thread."""
@@ -51,7 +60,9 @@ class Stopping:
         assert self._last is not None
         return step >= self._last
 
-    def _follow(self, store: Store) -> None:
+    def _follow(self) -> None:
+        store = self._store
+        assert store is not None
         while not self._wake.wait(POLL_SECONDS):
             try:
                 if store.check(["stop/signal"]):
@@ -59,6 +70,8 @@ class Stopping:
                     break
             except RuntimeError:  # the store is gone, and the run with it
                 return
+        if self._over:
+            return
         try:
             self._agree(store)
         except RuntimeError:

@@ -19,6 +19,7 @@ from src.config.schema import SweepConfig
 from src.config.space import FROZEN
 from src.launch.agent import with_project_on_path
 from src.launch.job import job_command
+from src.ownership import own
 from src.process import STOP_SIGNALS, die_with_parent
 from src.records import claim_folder, read_result, write_result
 from src.study.board import Board, show_points
@@ -105,6 +106,8 @@ class Runner:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Runner:
+        self._owned = own(self.jobs.folder)
+        self._owned.__enter__()
         self._handlers = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
         self._board.__enter__()
         return self
@@ -115,6 +118,7 @@ class Runner:
         self._board.__exit__(kind, error, trace)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._owned.__exit__(kind, error, trace)
 
     def run(self, job: Job, watch: Watch | None = None) -> None:
         """Run a frozen job to its end. `watch` is asked all the time; once it gives a reason, the job is pruned."""

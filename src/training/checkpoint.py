@@ -1,23 +1,30 @@
 """Checkpoints: written whole or not at all, checked when read, loaded with `weights_only=True`.
 
 `last.pt` is the newest, `best.pt` has the best evaluation so far, `step_N.pt` are the newest few. Weights are those of
-the bare model, so that any strategy and plain timm can load them.
+the bare model, so that any strategy and plain timm can load them. Beside each stands a `.json` for people, with the
+checksum of the file: a checkpoint is good when a sidecar in its folder has its checksum. (Any of them, because two files
+cannot be replaced in one go: `last.pt` is a link to a `step_N.pt`, whose sidecar is there before the link moves.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from src.records import write_text
 from src.training.loop import Progress, Trainee
 
 log = logging.getLogger(__name__)
@@ -29,19 +36,27 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
 
     Errors: OSError naming the folder when the disk is full; earlier checkpoints stay as they were.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     newest = folder / f"step_{step}.pt"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         _replace(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
-        for name in ["last.pt"] + (["best.pt"] if is_best else []):
-            _replace(folder / name, lambda temporary: _link(newest, temporary))
+        sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}, indent=2) + "\n"
+        write_text(_sidecar(newest), sidecar)
+        for path in [folder / "last.pt"] + ([folder / "best.pt"] if is_best else []):
+            _replace(path, lambda temporary: _link(newest, temporary))
+            write_text(_sidecar(path), sidecar)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         free = shutil.disk_usage(folder).free
         raise OSError(
-            f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); earlier checkpoints are untouched"
+            f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); the run ends here, and earlier "
+            "checkpoints are untouched: make room and go on with resume"
         ) from None
-    for old in sorted(folder.glob("step_*.pt"), key=_step_of)[:-keep]:
+    steps = sorted((path for path in folder.glob("step_*.pt") if path != newest), key=_step_of)
+    later = [path for path in steps if _step_of(path) > step]  # of an attempt that a resumed run has left behind
+    earlier = [path for path in steps if _step_of(path) < step]
+    for old in later + earlier[: max(0, len(earlier) - keep + 1)]:
         old.unlink()
+        _sidecar(old).unlink(missing_ok=True)
     return folder / "last.pt"
 
 
@@ -50,10 +65,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not notice a flipped byte in a tensor; the CRCs do
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"checksum of {damaged} is wrong")
+        _check_sum(path)
         contents = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
         raise ValueError(f"{path}: damaged or no checkpoint ({' '.join(str(error).split())[:200]})") from None
@@ -64,6 +76,22 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             f"{path}: format {contents['format']} is newer than this code reads ({FORMAT}); update the code"
         )
     return contents
+
+
+def _check_sum(path: Path) -> None:
+    """Errors: ValueError. A checkpoint that somebody has copied elsewhere, without sidecars, has torch's own checksums."""
+    known = set()
+    for sidecar in path.parent.glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged sidecar vouches for nothing
+            known.add(json.loads(sidecar.read_text(encoding="utf-8"))["sha256"])
+    if known:
+        if _checksum(path) not in known:
+            raise ValueError("its checksum is not the one noted beside it")
+        return
+    with zipfile.ZipFile(path) as archive:  # torch.load does not notice a flipped byte in a tensor; the CRCs do
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
 
 
 def newest(folder: Path) -> Path | None:
@@ -124,6 +152,30 @@ def restore_weights(model: nn.Module, contents: dict[str, Any]) -> None:
         model.load_state_dict(contents["model"])
     except RuntimeError as error:
         raise ValueError(f"resume: the checkpoint is of another model ({' '.join(str(error).split())[:300]})") from None
+
+
+def _summary(contents: dict[str, Any]) -> dict[str, Any]:
+    """What a person wants to know of a checkpoint without loading it."""
+    progress = contents["progress"]
+    return {
+        "step": progress["step"],
+        "epoch": progress["epoch"],
+        "best_acc": progress["best_acc"],
+        "classes": len(contents["classes"]),
+        "parameters": sum(tensor.numel() for tensor in contents["model"].values()),
+        **contents["made_by"],
+        "torch": str(torch.__version__),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_suffix(".json")
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

@@ -1,7 +1,7 @@
 """The loop: tensors in, numbers out. It knows no file, no logger and no Hydra; src/run.py hands its numbers on.
 
-Between two boundaries (a step to log or save at, an epoch's end) nothing waits for the device: losses are added up
-there, and fetched at the boundary, once, summed over the ranks.
+Between two boundaries (a step to log or save at, an epoch's end) nothing waits for the device: losses stay there, and
+are fetched at the boundary, once, summed over the ranks. (`train.on_nonfinite=skip` looks at every step's gradients.)
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from src.config.schema import TrainConfig
 from src.draws import seed_for
 from src.parallel.single import Single
+from src.pulse import BACKWARD, FORWARD, READING, pulse
 from src.telemetry.meters import Meter
+from src.training.finite import Buffers, LossWindow, NotFiniteError
 from src.training.metrics import Evaluation
 
 Batch = tuple[Tensor, Tensor]
 Mix = Callable[[Tensor, Tensor], Batch]
-
-
-class NotFiniteError(RuntimeError):
-    """The loss became NaN or infinite; every rank raises this at the same step."""
 
 
 @dataclass
@@ -39,9 +37,14 @@ class Progress:
     loss_sum: float = 0.0  # over this epoch's steps up to the last boundary, mean of the ranks
     open_loss: float = 0.0  # the same over the steps since that boundary; not 0 only in a checkpoint between boundaries
     open_steps: int = 0
+    loss_steps: int = 0  # how many losses are in loss_sum: all of the epoch's steps but the skipped
+    skipped: int = 0  # steps without an update, because their gradients were not finite
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
     evaluations_since_best: int = 0
+
+    def begin_epoch(self) -> None:
+        self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0
 
     def note_evaluation(self, found: Evaluation, metric: str) -> bool:
         """Keep the books of an evaluation on val; returns whether it is the best by `metric` (val/acc or val/loss)."""
@@ -97,20 +100,24 @@ def train_epoch(
     Errors: NotFiniteError, on all ranks at the same boundary.
     """
     trainee.wrapped.train()
-    losses = torch.full((), progress.open_loss, device=strategy.device)
-    since, last_lr = progress.open_steps, _lr(trainee.optimizer)
+    window = LossWindow(progress.open_loss, progress.open_steps)
+    last_lr = _lr(trainee.optimizer)
     progress.open_loss, progress.open_steps = 0.0, 0
-    grad_norm: Tensor | None = None
     while progress.step_in_epoch < steps_per_epoch and progress.step < (config.max_steps or math.inf):
         upcoming = progress.step + 1
         ends = progress.step_in_epoch + 1 == steps_per_epoch or upcoming == config.max_steps
         boundary = ends or is_boundary(upcoming)
         strategy.stopping.starts(upcoming)
+        pulse.step = upcoming
         seed_step(seed, upcoming, strategy.rank)
+        buffers = Buffers(trainee.model) if config.on_nonfinite == "skip" else None
         loss = _forward_backward(trainee, batches, config, strategy, meter, mix)
-        grad_norm = _update(trainee, clip_grad, wants_norm=boundary)
-        losses += loss
-        since += 1
+        grad_norm = _gradient_norm(trainee, clip_grad, wanted=boundary or buffers is not None)
+        if buffers is not None and _is_bad(trainee, grad_norm, loss, strategy):
+            _skip(trainee, buffers, progress, config, upcoming)
+        else:
+            _update(trainee)
+            window.add(upcoming, loss)
         last_lr = _lr(trainee.optimizer) if boundary else last_lr
         if trainee.schedule is not None:
             trainee.schedule.step_update(upcoming)
@@ -118,21 +125,21 @@ def train_epoch(
             trainee.ema.update(trainee.model, upcoming)
         progress.step = upcoming
         progress.step_in_epoch += 1
+        pulse.steps_done += 1
         meter.step_done()
         stops = strategy.stopping.is_due(upcoming)
         if boundary or stops:
-            total = strategy.sum(losses).item() / strategy.world_size
+            total = window.fetch(strategy)
             meter.synchronised()
-            if not math.isfinite(total):
-                raise NotFiniteError(f"the loss is {total} at step {upcoming - since + 1} to {upcoming}")
             if not boundary:
-                progress.open_loss, progress.open_steps = total, since
+                progress.open_loss, progress.open_steps = total, window.count
                 return
             progress.loss_sum += total
+            progress.loss_steps += window.count
             epoch = progress.epoch + progress.step_in_epoch / steps_per_epoch
-            yield StepReport(upcoming, epoch, total / since, last_lr, None if grad_norm is None else grad_norm.item())
-            losses.zero_()
-            since = 0
+            loss_mean = total / window.count if window.count else math.nan
+            yield StepReport(upcoming, epoch, loss_mean, last_lr, None if grad_norm is None else grad_norm.item())
+            window = LossWindow()
             trainee.wrapped.train()  # whoever took the report may have evaluated
             meter.resume()
             if stops:
@@ -145,9 +152,11 @@ def _forward_backward(
     """Gradients of one optimizer step, over `accumulate` batches; returns the mean loss, still on the device."""
     mean = torch.zeros((), device=strategy.device) if config.accumulate > 1 else None
     for index in range(config.accumulate):
+        pulse.at(READING)
         meter.before_fetch()
         images, targets = next(batches)
         meter.after_fetch()
+        pulse.at(FORWARD)
         if mix is not None:
             images, targets = mix(images, targets)
         if index + 1 < config.accumulate:
@@ -164,25 +173,55 @@ def _forward_backward(
 
 
 def _backward(trainee: Trainee, loss: Tensor) -> None:
+    pulse.at(BACKWARD)
     (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()
 
 
-def _update(trainee: Trainee, clip_grad: float | None, wants_norm: bool) -> Tensor | None:
-    """One optimizer step. Returns the gradient norm before clipping, where it was computed."""
-    norm: Tensor | None = None
-    if trainee.scaler is not None and (clip_grad is not None or wants_norm):
+def _gradient_norm(trainee: Trainee, clip_grad: float | None, wanted: bool) -> Tensor | None:
+    """The norm of the whole gradient before clipping, where it is wanted or clipped; clips."""
+    if clip_grad is None and not wanted:
+        return None
+    if trainee.scaler is not None:
         trainee.scaler.unscale_(trainee.optimizer)
     if clip_grad is not None:
-        norm = nn.utils.clip_grad_norm_(trainee.model.parameters(), clip_grad)
-    elif wants_norm:
-        norm = nn.utils.get_total_norm([p.grad for p in trainee.model.parameters() if p.grad is not None])
+        return nn.utils.clip_grad_norm_(trainee.model.parameters(), clip_grad)
+    return nn.utils.get_total_norm([p.grad for p in trainee.model.parameters() if p.grad is not None])
+
+
+def _is_bad(trainee: Trainee, grad_norm: Tensor | None, loss: Tensor, strategy: Single) -> bool:
+    """Whether this step must not be taken. Gradients are equal on all ranks here, so all decide the same.
+
+    An overflow in fp16 is none of this: the scaler skips such a step by itself and goes on with a smaller scale.
+    """
+    assert grad_norm is not None
+    if bool(grad_norm.isfinite()):
+        return False
+    return trainee.scaler is None or not bool(strategy.sum(loss).isfinite())
+
+
+def _skip(trainee: Trainee, buffers: Buffers, progress: Progress, config: TrainConfig, step: int) -> None:
+    """Leave the weights as they are. Errors: NotFiniteError after more than `train.max_skipped` such steps."""
+    buffers.restore()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    if trainee.scaler is not None:
+        trainee.scaler.update()
+    progress.skipped += 1
+    if progress.skipped > config.max_skipped:
+        raise NotFiniteError(
+            f"gradients were not finite in {progress.skipped} steps, more than train.max_skipped={config.max_skipped}; "
+            f"the last was step {step}",
+            step,
+        )
+
+
+def _update(trainee: Trainee) -> None:
+    """One optimizer step."""
     if trainee.scaler is not None:
         trainee.scaler.step(trainee.optimizer)
         trainee.scaler.update()
     else:
         trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

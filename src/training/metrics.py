@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.parallel.single import Single
+from src.pulse import COUNTING, EVALUATING, pulse
 
 
 @dataclass
@@ -79,6 +80,7 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in batches:
+        pulse.at(EVALUATING)
         if should_stop is not None and should_stop():
             stopped += 1
             break
@@ -90,6 +92,7 @@ def evaluate(
         confusion += torch.bincount(labels * num_classes + predicted, minlength=num_classes * num_classes)
         if num_classes > 5:
             within5 += (outputs.topk(5, 1).indices == labels[:, None]).any(1).sum()
+    pulse.at(COUNTING)
     if should_stop is not None and int(strategy.sum(stopped)):
         return None
     confusion = strategy.sum(confusion).view(num_classes, num_classes).cpu()

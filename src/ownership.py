@@ -1,0 +1,70 @@
+"""A run or sweep folder belongs to one process at a time: `.lock` in it, held by the kernel for as long as that process lives.
+
+So a dead owner's lock blocks nobody, on whatever machine it died, and no heartbeat is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+NAME = ".lock"
+
+
+@contextmanager
+def own(folder: Path) -> Iterator[None]:
+    """Hold `folder` while the block runs. Errors: ValueError with the owner's pid and host when somebody else holds it."""
+    descriptor = _take(folder / NAME)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            (folder / NAME).unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether a living process holds `folder`."""
+    if not (folder / NAME).exists():
+        return False
+    try:
+        with own(folder):
+            return False
+    except ValueError:
+        return True
+
+
+def _take(path: Path) -> int | None:
+    """The descriptor that holds the lock; None where the file system has no locks."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ValueError(
+                    f"{path.parent}: in use by {owner}; wait for it, stop it, or use another folder"
+                ) from None
+            log.warning("%s: this file system has no locks (%s); do not start a second run here", path.parent, error)
+            return None
+        if _is_same_file(descriptor, path):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # its owner removed it between our open and our lock
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

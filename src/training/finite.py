@@ -1,0 +1,72 @@
+"""Losses and weights that are not finite: found without waiting for the device in every step, decided on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from src.parallel.single import Single
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or the weights became NaN or infinite; every rank raises this at the same boundary."""
+
+    def __init__(self, what: str, step: int) -> None:
+        """`step`: the first that was not finite."""
+        super().__init__(what)
+        self.step = step
+
+
+class LossWindow:
+    """The losses since the last boundary. They stay on the device until `fetch`."""
+
+    def __init__(self, total: float = 0.0, count: int = 0) -> None:
+        """`total` and `count`: of steps that a resumed run has done since that boundary."""
+        self.total, self.count = total, count
+        self._steps: list[int] = []
+        self._losses: list[Tensor] = []
+
+    def add(self, step: int, loss: Tensor) -> None:
+        self._steps.append(step)
+        self._losses.append(loss)
+
+    def fetch(self, strategy: Single) -> float:
+        """The sum of the losses, each the mean over the ranks. Collective. Errors: NotFiniteError with the first bad step.
+
+        Added up one after the other, so that a run stopped in between and resumed gets the same bits.
+        """
+        if self._losses:
+            own = torch.stack(self._losses)
+            for index, (step, loss) in enumerate(zip(self._steps, strategy.sum(own).tolist(), strict=True)):
+                if not math.isfinite(loss):
+                    bad = [rank for rank, ok in enumerate(strategy.gather(bool(own[index].isfinite()))) if not ok]
+                    raise NotFiniteError(f"the loss is {loss} at step {step} (rank {', '.join(map(str, bad))})", step)
+                self.total += loss / strategy.world_size
+                self.count += 1
+            self._steps, self._losses = [], []
+        return self.total
+
+
+class Buffers:
+    """A copy of a model's buffers, to undo what a forward pass that was not finite did to BatchNorm's averages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        for buffer, copy in self._of:
+            buffer.copy_(copy)
+
+
+def check_finite(modules: Iterable[nn.Module], strategy: Single, step: int) -> None:
+    """Refuse weights or buffers that are not finite on any rank, before they are saved. Collective.
+
+    Errors: NotFiniteError.
+    """
+    tensors = [tensor for module in modules for tensor in module.state_dict().values() if tensor.is_floating_point()]
+    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
+    if strategy.sum(bad.to(torch.int64)).item():
+        raise NotFiniteError(f"the weights are not finite after step {step}, though its loss was", step)
