@@ -27,12 +27,16 @@ COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes
 
 
 def open_store(ranks: Ranks) -> Store:
-    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none."""
+    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none.
+
+    The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
+    """
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
     assert store is not None
-    return store
+    return PrefixStore(f"attempt_{ranks.restart_count}", store)
 
 
 def lead(config: Config, folder: Path, ranks: Ranks) -> int:

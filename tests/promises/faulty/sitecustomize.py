@@ -1,0 +1,49 @@
+"""Imported by every Python process that has this folder on PYTHONPATH: the rank that FAULT names has an accident.
+
+FAULT is `<kind>:<rank>:<step>:<phase>`, rank `*` for all; FAULT_MARK is a file that gets the time of the accident.
+"""
+
+import os
+import signal
+import time
+
+from src import pulse as life
+
+kind, rank, step, phase = os.environ["FAULT"].split(":")
+beat = life.pulse.at
+
+
+def accident() -> None:
+    with open(os.environ["FAULT_MARK"], "a") as mark:
+        mark.write(f"{time.time()}\n")
+    if kind == "raise":
+        raise RuntimeError("the accident of this test")
+    if kind == "no_memory":
+        import torch
+
+        torch.empty(2**50)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind.startswith("exit"):
+        os._exit(int(kind.removeprefix("exit")))
+    if kind == "stall":
+        time.sleep(10_000)
+    if kind == "spin":
+        while True:
+            pass
+
+
+def at(now: int) -> None:
+    beat(now)
+    mine = rank in ("*", os.environ.get("RANK", "0"))
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    due = os.environ.get("FAULT_AGAIN") if again else step  # a restarted run has none, unless told
+    if mine and str(life.pulse.step) == due and life.PHASES[now] == phase:
+        accident()
+
+
+life.pulse.at = at

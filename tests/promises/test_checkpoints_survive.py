@@ -1,0 +1,207 @@
+"""A checkpoint is written whole or not at all, checked when read, and the newest good one is used."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from src.training import checkpoint
+
+SIZE = 40_000  # numbers per tensor: a save takes a few milliseconds
+
+
+def contents(step: int) -> dict[str, Any]:
+    """A checkpoint of which every number says its step."""
+    return {
+        "model": {f"layer{index}.weight": torch.full((SIZE,), float(step)) for index in range(4)},
+        "optimizer": {"state": {}},
+        "progress": {"step": step, "epoch": 0, "best_acc": 0.0},
+        "classes": ["a", "b"],
+        "made_by": {"strategy": "single", "devices": 1},
+    }
+
+
+def step_in(path: Path) -> int:
+    """The step of a checkpoint that is whole: all of its numbers are of the same step."""
+    loaded = checkpoint.load(path)
+    step = int(loaded["progress"]["step"])
+    assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
+    return step
+
+
+def _save_for_ever(folder: Path, first: int) -> None:
+    torch.set_num_threads(1)
+    for step in range(first, 10**6):
+        checkpoint.save(folder, contents(step), step, keep=2, is_best=step % 3 == 0)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["src.training.checkpoint"])
+    draw, reached = random.Random(0), 0
+    for _ in range(20):
+        process = context.Process(target=_save_for_ever, args=(tmp_path, reached + 1))
+        process.start()
+        until = time.monotonic() + 30
+        while not (tmp_path / f"step_{reached + 1}.pt").exists() and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.15))
+        process.kill()
+        process.join()
+        found = step_in(tmp_path / "last.pt") if (tmp_path / "last.pt").exists() else 0
+        assert found >= reached
+        reached = found
+    assert reached > 20
+    checkpoint.save(tmp_path, contents(reached + 1), reached + 1, keep=1, is_best=False)
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left <= {f"{name}.{end}" for name in ("last", "best", f"step_{reached + 1}") for end in ("pt", "json")}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    checkpoint.save(folder, contents(3), 3, keep=1, is_best=True)
+    return folder
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
+def test_no_damaged_byte_is_trained_on(good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool) -> None:
+    """Any bit flipped: refused, or (without the checksum beside it, in bytes that mean nothing) the very same numbers."""
+    data = bytearray((good / "last.pt").read_bytes())
+    data[int(where * len(data))] ^= 1 << bit
+    folder = tmp_path / f"{where}{bit}{sidecars}"
+    folder.mkdir(exist_ok=True)
+    (folder / "last.pt").write_bytes(data)
+    if sidecars:
+        shutil.copy(good / "last.json", folder)
+        with pytest.raises(ValueError, match="checksum"):
+            checkpoint.load(folder / "last.pt")
+        return
+    with contextlib.suppress(ValueError):  # refused
+        assert step_in(folder / "last.pt") == 3
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
+def test_a_cut_off_checkpoint_is_refused_by_name(good: Path, tmp_path: Path, keep: float) -> None:
+    data = (good / "last.pt").read_bytes()
+    (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
+    with pytest.raises(ValueError, match=r"last\.pt: damaged or no checkpoint") as refusal:
+        checkpoint.load(tmp_path / "last.pt")
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_newest_good_one_is_used_and_the_damaged_one_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        checkpoint.save(folder, contents(step), step, keep=3, is_best=step == 1)
+    for name in ("last.pt", "step_3.pt"):
+        (folder / name).unlink()
+        (folder / name).write_bytes(b"damaged")
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and step_in(found) == 2
+    assert "last.pt: damaged" in caplog.text
+    checkpoint.save(folder, contents(4), 4, keep=1, is_best=False)
+    assert step_in(folder / "last.pt") == 4
+    assert step_in(folder / "best.pt") == 1
+
+
+def test_keep_counts_good_ones_and_forgets_an_abandoned_future(tmp_path: Path) -> None:
+    """A run that went on from step 2, because step 9 was damaged, does not keep step 9 instead of its own."""
+    for step in (1, 2, 9):
+        checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
+    (tmp_path / "step_9.pt").write_bytes(b"damaged")
+    checkpoint.save(tmp_path, contents(3), 3, keep=2, is_best=False)
+    assert {path.name for path in tmp_path.glob("step_*.pt")} == {"step_2.pt", "step_3.pt"}
+    assert [step_in(path) for path in sorted(tmp_path.glob("step_*.pt"))] == [2, 3]
+
+
+def _save_with_little_room(folder: Path, answers: Any) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))  # bytes a file may have: the second write fails
+    try:
+        checkpoint.save(folder, contents(8), 8, keep=1, is_best=True)
+        answers.put("saved")
+    except OSError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_save_that_fails_leaves_the_earlier_ones_and_says_so(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    process = context.Process(target=_save_with_little_room, args=(tmp_path, answers))
+    process.start()
+    said = answers.get(timeout=30)
+    process.join()
+    assert "step_8.pt: could not be written" in said
+    assert "MiB free" in said and "earlier checkpoints are untouched" in said
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB; making one takes root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_full_disk_ends_the_run_by_name_and_the_last_checkpoint_stays(train: Train, small_disk: Path) -> None:
+    words = ("parallel=ddp", "parallel.devices=2", "checkpoint.every_steps=2", "checkpoint.keep=50", "train.epochs=50")
+    done = train(*words, folder=small_disk / "run")
+    assert done.returncode == 1, done.output
+    assert "could not be written" in done.stderr and "free" in done.stderr, done.output
+    assert done.seconds < 60
+    last = done.folder / "checkpoints" / "last.pt"
+    assert checkpoint.load(last)["progress"]["step"] >= 2
+    assert train.left_after(2) == []
+    resumed = train.start(
+        f"resume={done.folder}", "checkpoint.keep=1", "train.epochs=3", defaults=False, folder=done.folder
+    )
+    shutil.rmtree(done.folder / "tensorboard")  # make room, as the message says
+    for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
+        old.unlink()
+    assert resumed.finish().returncode == 0
+
+
+def test_leftovers_of_a_killed_save_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
+    (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and step_in(found) == 1
+    checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
+    assert not (folder / ".step_2.pt.tmp").exists()

@@ -1,0 +1,82 @@
+"""A folder in use is refused with the owner's process and host; a dead owner blocks nobody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Train
+
+from src.ownership import is_owned, own
+
+
+def _hold(folder: Path, answers: Any) -> None:
+    with own(folder):
+        answers.put(os.getpid())
+        time.sleep(60)
+
+
+def _try(folder: Path, answers: Any) -> None:
+    try:
+        with own(folder):
+            answers.put("mine")
+            time.sleep(0.2)
+    except ValueError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_the_owner_is_named_and_its_death_frees_the_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    owner = context.Process(target=_hold, args=(tmp_path, answers))
+    owner.start()
+    pid = answers.get(timeout=20)
+    assert is_owned(tmp_path)
+    with pytest.raises(ValueError, match="in use by") as refusal, own(tmp_path):
+        pass
+    assert f"process {pid} on {socket.gethostname()}" in str(refusal.value)
+    os.kill(pid, signal.SIGKILL)
+    owner.join()
+    assert not is_owned(tmp_path)
+    with own(tmp_path):
+        assert is_owned(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    processes = [context.Process(target=_try, args=(tmp_path, answers)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    said = [answers.get(timeout=20) for _ in processes]
+    for process in processes:
+        process.join()
+    assert 1 <= said.count("mine") <= 8
+    assert all(line == "mine" or "in use by" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_running_run_cannot_be_resumed_and_auto_passes_it_over(train: Train) -> None:
+    running = train.start("parallel=single", "train.epochs=1000", "train.log_every=1", f"paths.output_dir={train.base}")
+    running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
+    before = {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()}
+    second = train(f"resume={running.folder}", defaults=False, folder=running.folder)
+    assert second.returncode == 2
+    assert len(second.stderr.splitlines()) == 1 and "in use by process" in second.stderr, second.output
+    assert {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()} == before
+    assert running.signal(signal.SIGTERM).returncode == 128 + signal.SIGTERM
+    again = train(f"resume={running.folder}", "train.epochs=3", defaults=False, folder=running.folder)
+    assert again.returncode in (0, 2), again.output
