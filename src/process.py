@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 
 
 @contextmanager
-def no_survivors(seconds: float = 3.0) -> Iterator[None]:
+def no_survivors(seconds: float = 1.0) -> Iterator[None]:
     """Whatever the block starts, and whatever that starts in turn, is gone afterwards: TERM, `seconds` to leave, KILL."""
     if sys.platform == "linux":
         import ctypes

@@ -40,7 +40,10 @@ def run(config: Config, folder: Path, ranks: Ranks, store: Store | None) -> None
         prepared.resume()
     except ValueError as error:  # of data, model, optimizer or checkpoint, before the first step
         raise RefusedError(str(error)) from error
-    prepared.tell()
+    try:
+        prepared.tell()
+    finally:
+        prepared.close()
 
 
 class RefusedError(ValueError):
@@ -83,6 +86,10 @@ class Run:
             show_end(self.folder, result)
         strategy.barrier()
         strategy.close()
+
+    def close(self) -> None:
+        for loader in (self.parts.train, *self.parts.evaluation.values()):
+            loader.close()
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint; all ranks from the one that rank 0 chose."""

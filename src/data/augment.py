@@ -64,7 +64,7 @@ def _known(size: int | None) -> int:
 
 
 class _TimmAutoAugment:
-    """timm's policies work on PIL images. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
+    """timm's policies work on PIL images in RGB. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
 
     def __init__(self, text: str, size: int) -> None:
         from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
@@ -78,4 +78,5 @@ class _TimmAutoAugment:
     def __call__(self, image: Tensor) -> Tensor:
         from torchvision.transforms.v2 import functional
 
-        return functional.pil_to_tensor(self.policy(functional.to_pil_image(image)))
+        pil = functional.to_pil_image(image)
+        return functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))

@@ -78,6 +78,12 @@ class Loader:
         raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
         return map(self.feed, raw)
 
+    def close(self) -> None:
+        """End the worker processes. They ignore SIGTERM, so the interpreter at its own end would wait for them for ever."""
+        iterator = None if self._loader is None else self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]  # what torch calls where nothing else refers to it
+
 
 class TrainLoader(Loader):
     """The shuffled, sharded epoch."""

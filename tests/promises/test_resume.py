@@ -1,0 +1,211 @@
+"""Stopped at any step and resumed equals never having stopped, bit for bit; with other devices, the same samples and losses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Train, in_ranks, resolved, without_times
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from src.launch.ranks import Ranks
+from src.process import Stopped
+from src.records import read_metrics
+from src.run import Run
+from src.training import checkpoint
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+EPOCH, STEPS = 6, 18  # steps
+SETTINGS = (
+    "print_config=false",
+    "model=tiny",  # LayerNorm
+    "data.batch_size=24",
+    "data.limit_train=150",  # the tail of 6 is dropped
+    "train.epochs=3",
+    "train.log_every=4",
+    "checkpoint.keep=50",
+    "optim.warmup_epochs=0.5",
+    "parallel.threads_per_device=1",
+    "parallel.accelerator=cpu",
+    "data.augment.scale=[0.5,1]",
+    "data.augment.hflip=0.5",
+)
+RANDOM = (
+    "+model.kwargs.drop_rate=0.1",
+    "data.augment.mixup=0.2",
+    "data.augment.aa=rand-m9-mstd0.5",
+    "model.ema.decay=0.9",
+)
+STOPS = (1, 3, EPOCH, EPOCH + 1, 11, STEPS - 1)
+
+
+class StopsAt(nn.Module):
+    """A head that gets a stop signal in the forward pass of one step, as if from outside."""
+
+    def __init__(self, head: nn.Module, run: Run, step: int) -> None:
+        super().__init__()
+        self.head, self.step = head, step
+        self.__dict__["run"] = run  # not a submodule
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training and self.run.progress.step + 1 == self.step:
+            self.run.strategy.stopping.request(signal.SIGTERM)
+        return self.head(features)  # type: ignore[no-any-return]
+
+
+def train(
+    ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], stop_at: int | None
+) -> list[tuple[int, int]]:
+    """Train in `folder` from where it is, to the end or to a stop signal in step `stop_at`: the (epoch, index) read here."""
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    run = Run(resolved(*SETTINGS, *overrides), Path(folder), ranks, store)
+    run.resume()
+    model, reader, read = run.parts.trainee.model, run.parts.train.reader, []
+    if stop_at is not None:
+        inner = model.head.forward
+        stops = StopsAt(nn.Identity(), run, stop_at)
+        model.head.forward = lambda features: inner(stops.train(model.training)(features))  # type: ignore[method-assign, assignment, operator]
+    fetch = type(reader).__getitems__
+
+    def spy(request: Any) -> Any:
+        read.extend((request.epoch, index) for index in request.indices.tolist())
+        return fetch(reader, request)
+
+    if run.config.data.workers != 2:  # a spy cannot be sent to loader workers
+        reader.__getitems__ = spy  # type: ignore[method-assign]
+    run.show_images = lambda: None  # type: ignore[method-assign]  # it looks at the first batch, aside
+    try:
+        run.tell()
+        assert stop_at is None, "it should have stopped"
+    except Stopped:
+        assert run.progress.step in (stop_at, (stop_at or 0) + 1)
+        run.strategy.close()
+    finally:
+        run.close()
+    return read
+
+
+def curves(folder: Path) -> list[dict[str, Any]]:
+    return without_times(list(read_metrics(folder / "metrics.jsonl")))
+
+
+def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal_trees(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal_trees(a, b, f"{where}/{index}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`(world_size, overrides) -> folder` of a run that never stopped; made once each."""
+    made: dict[tuple[int, tuple[str, ...]], Path] = {}
+
+    def run(world_size: int, overrides: tuple[str, ...]) -> Path:
+        if (world_size, overrides) not in made:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            in_ranks(train, world_size, str(folder), overrides, None)
+            made[world_size, overrides] = folder
+        return made[world_size, overrides]
+
+    return run
+
+
+def spread(world_size: int, strategy: str = "") -> tuple[str, ...]:
+    return (f"parallel={strategy or ('ddp' if world_size > 1 else 'single')}", f"parallel.devices={max(world_size, 1)}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "workers", "stop_at"),
+    [
+        *((1, 0, step) for step in STOPS),
+        *((2, 0, step) for step in STOPS),
+        *((1, 2, step) for step in (3, EPOCH)),
+        *((2, 2, step) for step in (3, EPOCH)),
+    ],
+)
+def test_bit_for_bit(undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int) -> None:
+    overrides = (*spread(world_size), *RANDOM, f"data.workers={workers}")
+    whole = undisturbed(world_size, overrides)
+    in_ranks(train, world_size, str(tmp_path), overrides, stop_at)
+    in_ranks(train, world_size, str(tmp_path), overrides, None)
+    one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
+    assert_equal_trees({**one, "made_by": None}, {**other, "made_by": None})
+    assert curves(tmp_path) == curves(whole)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
+    for tag in ("train/loss", "val/acc"):
+        steps = [event.step for event in events.Scalars(tag)]
+        assert steps == sorted(set(steps)), f"{tag} has doubled steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (spread(2), spread(1)),
+        (spread(1), spread(2)),
+        (spread(2), spread(3)),
+        (spread(2, "dp"), spread(2)),
+        (spread(2), spread(2, "dp")),
+    ],
+    ids=lambda words: "x".join(word.split("=")[1] for word in words),
+)
+def test_other_devices_go_on_with_the_same_samples_and_losses(
+    undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    def processes(words: tuple[str, ...]) -> int:
+        return int(words[1].split("=")[1]) if "ddp" in words[0] else 1
+
+    whole = undisturbed(1, ("optim=sgd", "optim.lr=0.01", *spread(1)))
+    more = ("optim=sgd", "optim.lr=0.01")
+    first = in_ranks(train, processes(before), str(tmp_path), (*more, *before), 9)
+    reached = int(checkpoint.load(tmp_path / "checkpoints" / "last.pt")["progress"]["step"])
+    second = in_ranks(train, processes(after), str(tmp_path), (*more, *after), None)
+    read = Counter(pair for ranks in (first, second) for rank in ranks for pair in rank)
+    assert set(read.values()) == {1}, "every sample that an epoch keeps, exactly once"
+    assert len(read) == STEPS * 24
+    assert 9 <= reached <= 10
+    for one, other in zip(curves(whole), curves(tmp_path), strict=True):
+        assert one["step"] == other["step"]
+        for key in ("train/loss", "val/loss"):
+            if key in one:
+                assert np.isclose(one[key], other[key], rtol=0, atol=1e-5), (one["step"], key)
+
+
+@pytest.mark.slow
+def test_the_last_line_of_a_stopped_run_goes_on_and_says_what_changed(train: Train) -> None:
+    running = train.start("parallel=ddp", "parallel.devices=2", "train.epochs=60", "train.log_every=2")
+    running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
+    stopped = running.signal(signal.SIGUSR1)
+    assert stopped.returncode == 128 + signal.SIGUSR1
+    assert stopped.result["status"] == "interrupted"
+    command = stopped.output.strip().splitlines()[-1]
+    assert f"python train.py resume={running.folder}" in command
+    copy = train.base / "copy"
+    shutil.copytree(running.folder, copy)
+    refused = train(f"resume={copy}", "data.batch_size=48", defaults=False, folder=copy)
+    assert refused.returncode == 2
+    assert "data.batch_size=48" in refused.stderr and "resume_strict=false" in refused.stderr
+    step = checkpoint.load(running.folder / "checkpoints" / "last.pt")["progress"]["step"]
+    words = (f"resume={running.folder}", "parallel=single", "parallel.devices=1", f"train.max_steps={step + 5}")
+    resumed = train(*words, defaults=False, folder=running.folder)
+    assert resumed.returncode == 0, resumed.output
+    assert "parallel.strategy: ddp -> single" in resumed.stderr
+    assert "parallel.devices: 2 -> 1" in resumed.stderr
+    assert resumed.result["world_size"] == 1
