@@ -24,11 +24,11 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a file: Python adds scripts/, not the root
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 from src.records import claim_folder, read_metrics, read_result, write_json
 
+ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
     "model=tiny",
     "parallel=ddp",

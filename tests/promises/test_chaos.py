@@ -1,0 +1,24 @@
+"""A short run of scripts/chaos.py: whatever happens to a run, resumed it ends equal to one that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Train
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_half_a_minute_of_faults_changes_nothing(train: Train, tmp_path: Path) -> None:
+    words = ["--minutes", "0.5", "--seed", "5", "--epochs", "20", "--out", str(tmp_path / "chaos")]
+    done = train.start_command([sys.executable, "scripts/chaos.py", *words], tmp_path, timeout=200).finish()
+    assert done.returncode == 0, done.output
+    books = json.loads((tmp_path / "chaos" / "faults.json").read_text())
+    assert books["complaints"] == []
+    assert books["runs"] >= 1
+    assert len(books["faults"]) >= 3, done.output
+    assert "equal to the undisturbed one" in done.stdout
