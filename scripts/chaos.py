@@ -9,7 +9,6 @@ counted. What happened stands in outputs/chaos/<time>/faults.json. Exit code 0: 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import resource
 import shutil
@@ -18,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,6 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
+from scripts.chaos_faults import KINDS, Life
 from src.records import claim_folder, read_metrics, read_result, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,34 +56,6 @@ class Fault:
     seconds: float  # from the fault to the end
     exit_code: int
     complaint: str = ""
-
-
-@dataclass
-class Life:
-    """One start of the run, until it ends or something happens to it."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-
-    def family(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
-    def ranks(self) -> list[psutil.Process]:
-        found = []
-        for child in self.family():
-            try:
-                if child.ppid() == self.process.pid and "src.launch.worker" in child.cmdline():
-                    found.append(child)
-            except psutil.NoSuchProcess:
-                continue
-        return found
-
-    def loader_workers(self) -> list[psutil.Process]:
-        direct = {rank.pid for rank in self.ranks()}
-        return [child for child in self.family() if child.pid not in direct]
 
 
 @dataclass
@@ -138,7 +109,7 @@ class Chaos:
         kind = self.draw.choice(list(KINDS))
         before = life.family()
         began = time.monotonic()
-        allowed = KINDS[kind](self, life)
+        allowed = KINDS[kind](self.draw, life)
         complaint = ""
         try:
             code = life.process.wait(timeout=GRACE)
@@ -211,41 +182,6 @@ class Chaos:
                 return difference(whole, folder)
             self.damage(folder)
             self.full_disk(folder, epochs)
-
-
-def _signal(number: int, to_group: bool = False) -> Callable[[Chaos, Life], tuple[int, ...]]:
-    def send(chaos: Chaos, life: Life) -> tuple[int, ...]:
-        if to_group:
-            os.killpg(life.process.pid, number)
-        else:
-            life.process.send_signal(number)
-        return (128 + number, 0, -number)  # 0: it was about to end; -number: it was not yet, or no longer, listening
-
-    return send
-
-
-def _kill_one(which: str, number: int) -> Callable[[Chaos, Life], tuple[int, ...]]:
-    def kill(chaos: Chaos, life: Life) -> tuple[int, ...]:
-        found = [life.process] if which == "launcher" else getattr(life, which)()
-        if found:
-            chaos.draw.choice(found).send_signal(number)
-        return (-9,) if which == "launcher" else (1, 0)
-
-    return kill
-
-
-KINDS: dict[str, Callable[[Chaos, Life], tuple[int, ...]]] = {
-    "kill -9 a rank": _kill_one("ranks", signal.SIGKILL),
-    "kill -9 the launcher": _kill_one("launcher", signal.SIGKILL),
-    "kill -9 a loader worker": _kill_one("loader_workers", signal.SIGKILL),
-    "crash of a rank": _kill_one("ranks", signal.SIGSEGV),
-    "stop of a rank (SIGSTOP)": _kill_one("ranks", signal.SIGSTOP),
-    "SIGINT": _signal(signal.SIGINT),
-    "SIGTERM": _signal(signal.SIGTERM),
-    "SIGUSR1": _signal(signal.SIGUSR1),
-    "SIGINT to the group": _signal(signal.SIGINT, to_group=True),
-    "SIGTERM to the group": _signal(signal.SIGTERM, to_group=True),
-}
 
 
 def difference(whole: Path, folder: Path) -> str:
