@@ -67,10 +67,11 @@ class _TimmAutoAugment:
     """timm's policies work on PIL images in RGB. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
 
     def __init__(self, text: str, size: int) -> None:
-        from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+        from timm.data import auto_augment as timms
 
-        build = {"rand": rand_augment_transform, "augm": augment_and_mix_transform}.get(
-            text[:4], auto_augment_transform
+        timms.NAME_TO_OP.update(dict.fromkeys([name for name in timms.NAME_TO_OP if "Posterize" in name], _posterize))
+        build = {"rand": timms.rand_augment_transform, "augm": timms.augment_and_mix_transform}.get(
+            text[:4], timms.auto_augment_transform
         )
         hparams = {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}  # as timm's own transforms
         self.policy: Any = build(text, hparams)
@@ -80,3 +81,12 @@ class _TimmAutoAugment:
 
         pil = functional.to_pil_image(image)
         return functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))
+
+
+def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
+    """As timm's, which asks for 0 bits at one end of its scale: black, but an error in newer versions of Pillow."""
+    from PIL import ImageOps
+
+    if bits_to_keep >= 8:
+        return image
+    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep > 0 else image.point(lambda value: 0)

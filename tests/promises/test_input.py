@@ -1,0 +1,104 @@
+"""A config that is accepted runs: a sample of the valid combinations goes through two steps and an evaluation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks, resolved
+
+from src.launch.ranks import Ranks
+from src.records import read_result
+from src.run import Run
+
+FIXED = (
+    "model=tiny",
+    "print_config=false",
+    "train.max_steps=2",
+    "data.limit_train=288",
+    "optim.warmup_epochs=0",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+VALUES: dict[str, tuple[str, ...]] = {
+    "optim": ("sgd", "adamw"),
+    "optim.opt": ("adamw", "lamb", "muon", "rmsprop", "adafactor", "lion"),
+    "optim.sched": ("none", "cosine", "step", "poly", "tanh", "multistep optim.decay_milestones=[1]"),
+    "optim.layer_decay": ("0.7", "null"),
+    "optim.clip_grad": ("1.0", "null"),
+    "optim.lr_rule": ("linear", "sqrt", "none"),
+    "train.precision": ("fp32", "bf16"),
+    "train.accumulate": ("1", "2"),
+    "train.smoothing": ("0", "0.1"),
+    "train.loss": ("ce", "bce"),
+    "train.on_nonfinite": ("stop", "skip"),
+    "train.log_every": ("1", "50"),
+    "model.ema.decay": ("0.9", "null"),
+    "model.channels_last": ("true", "false"),
+    "model.grad_checkpointing": ("true", "false"),
+    "+model.kwargs.drop_path_rate": ("0.1",),
+    "data.batch_size": ("12", "8"),
+    "data.image_size": ("16", "32"),
+    "data.augment.mixup": ("0.2", "0"),
+    "data.augment.cutmix": ("1.0", "0"),
+    "data.augment.hflip": ("0.5",),
+    "data.augment.scale": ("[0.3,1]", "null"),
+    "data.augment.aa": ("rand-m5-inc1", "augmix-m3", "v0", "null"),
+    "data.augment.color_jitter": ("0.3",),
+    "data.augment.reprob": ("0.5",),
+    "checkpoint.metric": ("val/acc", "val/loss"),
+    "seed": ("0", "9223372036854775807"),
+}
+SPREADS = (
+    ("parallel=single",),
+    ("parallel=dp", "parallel.devices=2"),
+    ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
+    ("parallel=ddp", "parallel.devices=2"),
+    ("parallel=ddp", "parallel.devices=2", "parallel.gradient_as_bucket_view=true", "parallel.bucket_cap_mb=1"),
+    ("parallel=ddp", "parallel.devices=2", "parallel.find_unused_parameters=true"),
+)
+
+
+def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
+    """Drawn with a fixed seed: the same sample every time."""
+    draw = random.Random(count * 10 + world_size)
+    spreads = [spread for spread in SPREADS if ("ddp" in spread[0]) == (world_size > 1)]
+    found = []
+    for _ in range(count):
+        keys = draw.sample(sorted(VALUES), draw.randint(2, 6))
+        words = [word for key in keys for word in f"{key}={draw.choice(VALUES[key])}".split(" ")]
+        found.append((*draw.choice(spreads), *sorted(words, key=lambda word: "." in word)))
+    return found
+
+
+def two_steps(ranks: Ranks, store: Any, base: str, cases: list[tuple[str, ...]]) -> list[str]:
+    """What went wrong, by case; empty where nothing did."""
+    from torch.distributed import PrefixStore
+
+    torch.set_num_threads(1)
+    said = []
+    for number, words in enumerate(cases):
+        folder = Path(base) / str(number)
+        folder.mkdir(exist_ok=True)
+        try:
+            Run(resolved(*FIXED, *words), folder, ranks, PrefixStore(str(number), store)).tell()
+            said.append("" if read_result(folder).status == "done" else "no result")
+        except Exception as error:
+            said.append(f"{' '.join(words)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            if ranks.world_size > 1:
+                break  # the other rank waits
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sample_of_the_valid_configs_runs(tmp_path: Path, world_size: int) -> None:
+    cases = combinations(20, world_size)
+    said = in_ranks(two_steps, world_size, str(tmp_path), cases, timeout=110)
+    assert [line for rank in said for line in rank if line] == []
+    assert [len(rank) for rank in said] == [len(cases)] * world_size
