@@ -70,6 +70,16 @@ def visible_cuda_devices() -> tuple[CudaDevice, ...]:
     return tuple(visible)
 
 
+def oom_kills() -> int:
+    """How often the kernel has killed a process for want of memory since it started; 0 where it does not say."""
+    try:
+        text = Path("/proc/vmstat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(match.group(1)) if match else 0
+
+
 def has_mps() -> bool:
     """Apple's GPU: torch's wheels for macOS on arm64 carry it."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"

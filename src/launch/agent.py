@@ -21,6 +21,7 @@ from types import FrameType
 
 import psutil
 
+from src import machine
 from src.config.compose import ROOT
 from src.config.schema import Config
 from src.process import STOP_SIGNALS, no_survivors
@@ -35,15 +36,20 @@ class Ended:
     signal: int | None = None  # the signal that stopped this process while it waited
     exit_codes: dict[int, int] = field(default_factory=dict)
     world_size: int = 0  # ranks that were started and have all ended
+    oom_kills: int = (
+        0  # processes that the kernel killed meanwhile for want of memory, here or elsewhere on the machine
+    )
 
 
 def run_ranks(config: Config, folder: Path) -> Ended:
     """Start the ranks of a resolved config on its run folder and wait until none is left."""
     environment = _environment(config)
+    before = machine.oom_kills()
     with no_survivors():
-        if config.parallel.strategy == "ddp":
-            return _run_agent(config, folder, environment)
-        return _run_child(folder, environment)
+        run = _run_agent if config.parallel.strategy == "ddp" else _run_child
+        ended = run(config, folder, environment)
+    ended.oom_kills = machine.oom_kills() - before
+    return ended
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -64,7 +70,7 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
+def _run_child(config: Config, folder: Path, environment: dict[str, str]) -> Ended:
     """One process, in our process group, so that a debugger in it has the terminal."""
     ended = Ended(world_size=1)
     child = subprocess.Popen(worker_command(folder), env={**os.environ, **environment})

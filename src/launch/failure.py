@@ -11,6 +11,7 @@ from typing import Any
 
 from src.config.resolve import global_batch
 from src.config.schema import Config
+from src.launch.agent import Ended
 from src.launch.ranks import Ranks
 from src.records import write_json
 
@@ -51,12 +52,12 @@ def write_failure(folder: Path, record: dict[str, Any]) -> None:
     write_json(folder / "logs" / f"failure_rank_{record['rank']}.json", record)
 
 
-def first_failure(folder: Path, exit_codes: dict[int, int], world_size: int = 0) -> dict[str, Any]:
+def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     """The failure that caused the others, not its echo on the ranks that waited for it.
 
     In this order: the earliest recorded exception that is not a lost connection; a rank that a signal killed (it leaves
     no record, and its peers record a lost connection); one that left without a record, even with exit code 0; the
-    earliest lost connection. Only the latest attempt counts, after restarts. `world_size`: so many ranks have ended.
+    earliest lost connection. Only the latest attempt counts, after restarts.
     """
     records = [json.loads(path.read_text()) for path in (folder / "logs").glob("failure_rank_*.json")]
     attempt = max((record["attempt"] for record in records), default=0)
@@ -64,15 +65,21 @@ def first_failure(folder: Path, exit_codes: dict[int, int], world_size: int = 0)
     records.sort(key=lambda record: (record["is_echo"], record["time"]))
     if records and not records[0]["is_echo"]:
         return dict(records[0])
-    codes = {**dict.fromkeys(range(world_size), 0), **exit_codes}
+    codes = {**dict.fromkeys(range(ended.world_size), 0), **ended.exit_codes}
     for record in records:
         codes.pop(record["rank"], None)
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
         if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
             continue
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
-        hint = " (out of memory? the kernel kills with SIGKILL)" if code == -signal.SIGKILL else ""
-        return {"rank": rank, "reason": f"rank {rank} {how}{hint}", "log": str(folder / "logs" / f"rank_{rank}.log")}
+        status = "failed"
+        if code == -signal.SIGKILL and ended.oom_kills:
+            status, how = (
+                "out_of_memory",
+                "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers",
+            )
+        log = folder / "logs" / f"rank_{rank}.log"
+        return {"rank": rank, "status": status, "reason": f"rank {rank} {how}", "log": str(log)}
     return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
 
 

@@ -48,7 +48,7 @@ def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None 
         saved = any((folder / "checkpoints").glob("*.pt"))
         print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
         return 128 + ended.signal
-    failure = first_failure(folder, ended.exit_codes, ended.world_size)
+    failure = first_failure(folder, ended)
     _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)
     print(failure_text(failure), file=console, flush=True)
     return int(failure.get("exit_code", 1))

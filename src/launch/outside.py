@@ -62,7 +62,7 @@ def _run_and_say(config: Config, folder: Path, ranks: Ranks, store: Store) -> in
         return conclude(config, folder, Ended(signal=code - 128), console)
     if 0 < code < 128:
         time.sleep(1)  # for the records of ranks that fail at the same time
-        if first_failure(folder, {}).get("rank") == ranks.rank:
+        if first_failure(folder, Ended()).get("rank") == ranks.rank:
             return conclude(config, folder, Ended(), console)
     return code
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Finished, Train
 
+from src.launch.agent import Ended
+from src.launch.failure import first_failure
 from src.ownership import is_owned
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -132,3 +134,21 @@ def test_when_restarts_are_used_up_the_last_accident_is_told(train: Train) -> No
     record = json.loads((done.folder / "logs" / "failure_rank_1.json").read_text())
     assert record["attempt"] == 1
     assert "step 6" in (done.folder / "logs" / "rank_0.log").read_text(), "it went on from the newest checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("codes", "oom_kills", "status", "said"),
+    [
+        ({1: -9}, 0, "failed", "rank 1 was killed by SIGKILL"),
+        ({1: -9}, 1, "out_of_memory", "the kernel, which ran out of memory"),
+        ({0: -15, 1: -11}, 1, "failed", "rank 1 was killed by SIGSEGV"),
+        ({0: -15}, 0, "failed", "rank 1 left early with exit code 0"),
+        ({0: 1, 1: 143}, 0, "failed", "rank 0 left early with exit code 1"),
+    ],
+)
+def test_what_exit_codes_alone_say(
+    tmp_path: Path, codes: dict[int, int], oom_kills: int, status: str, said: str
+) -> None:
+    failure = first_failure(tmp_path, Ended(exit_codes=codes, world_size=2, oom_kills=oom_kills))
+    assert failure["status"] == status
+    assert said in failure["reason"]
