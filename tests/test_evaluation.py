@@ -73,7 +73,7 @@ def alone() -> list[dict[str, Any]]:
     return measured(Ranks(), None, "single", 1)
 
 
-@pytest.mark.parametrize(("case", "size"), enumerate(SPLITS))
+@pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
 def test_numbers_are_those_of_a_plain_loop(alone: list[dict[str, Any]], case: int, size: tuple[int, int]) -> None:
     found, (logits, labels) = alone[case], outputs(*size)
     hits = logits.argmax(1) == labels
@@ -89,7 +89,7 @@ def test_numbers_are_those_of_a_plain_loop(alone: list[dict[str, Any]], case: in
         )
 
 
-@pytest.mark.parametrize(("case", "size"), enumerate(SPLITS))
+@pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
 def test_top_5_is_given_only_where_it_says_something(
     alone: list[dict[str, Any]], case: int, size: tuple[int, int]
 ) -> None:

@@ -32,6 +32,8 @@ def describe(error: Exception, config: Config, ranks: Ranks, log: Path) -> dict[
         status, reason = "not_finite", text
     elif kind in ("OutOfMemoryError", "MemoryError") or any(words in text.lower() for words in NO_MEMORY):
         status, reason = "out_of_memory", _out_of_memory(text, config, ranks)
+    elif "DataLoader worker" in text:
+        reason += "; a loader worker was killed, perhaps for want of memory: fewer data.workers need less"
     elif is_echo:
         reason = f"rank {ranks.rank} lost its connection to another rank, which has left: {kind}: {text}"
     return {
