@@ -92,7 +92,7 @@ def build_evaluation(
     for name, split in (("val", images.val), ("test", images.test)):
         if split is not None:
             resize_to = None if isinstance(split, InMemory) else size
-            reader = Reader(split, evaluation_transform(resize_to, crop_pct), config.seed)
+            reader = Reader(split, evaluation_transform(resize_to, crop_pct), config.seed, config.data.on_error)
             requests = evaluation_requests(split, global_batch(config), strategy.rank, strategy.world_size)
             loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
     return images, model, loaders
@@ -103,10 +103,11 @@ def _build_train(
 ) -> TrainLoader:
     split, size = images.train, config.data.image_size or images.image_size
     feed, _ = _feed(config, images, strategy, model)
-    reader = Reader(split, train_transform(config.data.augment, size, not isinstance(split, InMemory)), config.seed)
+    transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
     requests = train_requests(
         split, global_batch(config), strategy.rank, strategy.world_size, config.seed, config.data.limit_train
     )
+    reader = Reader(split, transform, config.seed, config.data.on_error, substitutes=requests.shard.total)
     return TrainLoader(reader, requests, feed, num_workers(config.data, split, local_world_size))
 
 

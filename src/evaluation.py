@@ -41,6 +41,7 @@ def evaluate_run(folder: Path, split: str, weights: str | None) -> Iterator[tupl
             num_samples=len(loaders[name].reader.split),
             num_classes=len(images.class_names),
             autocast=AUTOCAST[config.train.precision],
+            unreadable=loaders[name].unreadable,
         )
         assert found is not None  # nobody asked it to stop
         yield name, {"checkpoint": str(path), **found.numbers()}

@@ -108,6 +108,7 @@ def collect(run: Run, proof: Proof) -> Result:
         epochs=progress.step / parts.steps_per_epoch,
         samples_seen=progress.step * global_batch(config) * config.train.accumulate,
         dropped_per_epoch=parts.train.requests.shard.dropped,
+        skipped=_skipped(parts, strategy),
         train={"loss": run.train_loss},
         val={**val.numbers(), "acc_best": progress.best_acc},
         test=run.evaluations["test"].numbers() if "test" in run.evaluations else {},
@@ -149,6 +150,21 @@ def show_end(folder: Path, result: Result) -> None:
     log.info("run folder   %s", folder)
     log.info("accuracy     val/acc %.4f (best %.4f)%s", result.val["acc"], result.val["acc_best"], test)
     log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
+
+
+def _skipped(parts: Parts, strategy: Single) -> dict[str, int]:
+    """How many images of each split could not be read, by any rank; says so where there are any. Collective."""
+    counts, first = {}, ""
+    for name, loader in {"train": parts.train, **parts.evaluation}.items():
+        indices = sorted({index for own in strategy.gather(sorted(loader.unreadable)) for index in own})
+        if indices:
+            counts[name] = len(indices)
+            files = getattr(loader.reader.split, "files", None)
+            first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
+    if counts and strategy.is_first:
+        each = ", ".join(f"{split} {count}" for split, count in counts.items())
+        log.info("skipped      unreadable images: %s; the first: %s", each, first)
+    return counts
 
 
 def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Result:
     epochs: float = 0
     samples_seen: int = 0
     dropped_per_epoch: int | None = None  # tail of the shuffled epoch that fills no global batch
+    skipped: dict[str, int] = field(default_factory=dict)  # unreadable images by split, with data.on_error=skip
     train: dict[str, Any] = field(default_factory=dict)
     val: dict[str, Any] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)

@@ -170,6 +170,7 @@ class Run:
             num_samples=len(loader.reader.split),
             num_classes=self.parts.num_classes,
             autocast=self.parts.autocast,
+            unreadable=loader.unreadable,
             should_stop=(lambda: self.strategy.stopping.is_due(self.progress.step)) if may_stop else None,
         )
         if found is None:

@@ -66,6 +66,7 @@ class DataConfig:
     batch_size_per_device: int | None = number(None, least=1)  # instead of batch_size (weak scaling)
     image_size: int | None = number(None, least=1)  # pixels; None: the data's own
     workers: int | str = "auto"  # loader processes per rank; auto: 0 for data in memory
+    on_error: str = choice("raise", "raise", "skip")  # an unreadable image: end the run by its name, or leave it out
     limit_train: int | None = number(None, least=1)  # use only the first N training images
     kwargs: dict[str, Any] = free_dict()  # to the dataset's constructor
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -18,8 +18,14 @@ def class_names(split: Path) -> list[str]:
 
 
 def image_files(folder: Path) -> Iterator[Path]:
-    """Image files below `folder`, in a fixed order; a link to a folder is followed."""
+    """Image files below `folder`, in a fixed order; a link to a folder is followed, once."""
+    seen: set[tuple[int, int]] = set()
     for directory, subdirectories, files in os.walk(folder, followlinks=True):
+        place = Path(directory).stat()
+        if (place.st_dev, place.st_ino) in seen:  # a link upwards
+            subdirectories.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
         subdirectories.sort()
         for name in sorted(files):
             if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):

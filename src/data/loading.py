@@ -12,32 +12,61 @@ from torch.utils.data import DataLoader
 from src import machine
 from src.config.schema import DataConfig
 from src.data.augment import Transform, seed_draws
-from src.data.datasets import InMemory, Split
+from src.data.datasets import InMemory, Split, UnreadableImageError
 from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
 from src.process import die_with_parent, ignore_stop_signals
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
+Fetched = tuple[Tensor, Tensor, list[int]]  # a batch, and the indices that could not be read for it
+MOST_IN_A_ROW = 100  # unreadable images one after the other: then it is not a few files that are damaged
 
 
 class Reader:
     """Answers a Request with a batch of uint8 images and labels; runs in loader workers, or in the rank itself."""
 
-    def __init__(self, split: Split, transform: Transform | None, seed: int) -> None:
-        self.split, self.transform, self.seed = split, transform, seed
+    def __init__(
+        self, split: Split, transform: Transform | None, seed: int, on_error: str = "raise", substitutes: int = 0
+    ) -> None:
+        """An unreadable image ends the run (`on_error=raise`), or is skipped: replaced by the next readable one among the
 
-    def __getitems__(self, request: Request) -> Batch:  # what torch's fetcher calls with a whole batch
+        first `substitutes` of the split, so that a training batch keeps its size on every rank; with 0, left out.
+        """
+        self.split, self.transform, self.seed = split, transform, seed
+        self.on_error, self.substitutes = on_error, substitutes
+
+    def __getitems__(self, request: Request) -> Fetched:  # what torch's fetcher calls with a whole batch
         if isinstance(self.split, InMemory) and self.transform is None:
             indices = torch.from_numpy(request.indices)
-            return self.split.images[indices], self.split.labels[indices]
-        images, labels = zip(*(self._sample(request.epoch, index) for index in request.indices.tolist()), strict=True)
-        return torch.stack(images), torch.tensor(labels)
+            return self.split.images[indices], self.split.labels[indices], []
+        unreadable: list[int] = []
+        found = [self._sample(request.epoch, index, unreadable) for index in request.indices.tolist()]
+        samples = [sample for sample in found if sample is not None]
+        if not samples:
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
+        images, labels = zip(*samples, strict=True)
+        return torch.stack(images), torch.tensor(labels), unreadable
 
-    def _sample(self, epoch: int, index: int) -> tuple[Tensor, int]:
-        image, label = self.split[index]
+    def _sample(self, epoch: int, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
+        found = self.split[index] if self.on_error == "raise" else self._readable(index, unreadable)
+        if found is None:
+            return None
+        image, label = found
         if self.transform is not None:
             seed_draws(self.seed, epoch, index)
             image = self.transform(image)
         return image, label
+
+    def _readable(self, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
+        """The sample, or its substitute: the same one whatever rank or worker asks. Errors: ValueError for too many."""
+        for offset in range(MOST_IN_A_ROW):
+            tried = index if offset == 0 else (index + offset) % self.substitutes
+            try:
+                return self.split[tried]
+            except UnreadableImageError:
+                unreadable.append(tried)
+            if not self.substitutes:
+                return None
+        raise ValueError(f"data.on_error=skip: {MOST_IN_A_ROW} unreadable images in a row, from number {index} on")
 
 
 class DeviceFeed:
@@ -62,6 +91,7 @@ class Loader:
 
     def __init__(self, reader: Reader, requests: Any, feed: DeviceFeed, num_workers: int) -> None:
         self.reader, self.requests, self.feed = reader, requests, feed
+        self.unreadable: set[int] = set()  # indices that this rank could not read so far
         self._loader: DataLoader[Any] | None = None
         if num_workers:
             self._loader = DataLoader(
@@ -76,7 +106,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
-        return map(self.feed, raw)
+        for images, labels, unreadable in raw:
+            if unreadable:
+                self.unreadable.update(unreadable)
+            if len(labels):
+                yield self.feed((images, labels))
 
     def close(self) -> None:
         """End the worker processes. They ignore SIGTERM, so the interpreter at its own end would wait for them for ever."""
@@ -102,7 +136,7 @@ class TrainLoader(Loader):
     def peek(self) -> Tensor:
         """The normalised images of this rank's first batch, read aside: nothing moves on."""
         self.requests.start_at(0, 0)
-        return self.feed(self.reader.__getitems__(next(iter(self.requests))))[0]
+        return self.feed(self.reader.__getitems__(next(iter(self.requests)))[:2])[0]
 
 
 def train_requests(
@@ -126,7 +160,7 @@ def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
     return 0 if isinstance(split, InMemory) else max(1, min(8, machine.cores() // local_world_size))
 
 
-def _as_is(batch: Any) -> Batch:
+def _as_is(batch: Any) -> Fetched:
     return batch  # type: ignore[no-any-return]
 
 

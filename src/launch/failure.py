@@ -15,7 +15,7 @@ from src.launch.agent import Ended
 from src.launch.ranks import Ranks
 from src.records import write_json
 
-PLAIN = ("refused", "out_of_memory")  # statuses whose reason says it all: the traceback stays in the log
+PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
@@ -88,7 +88,7 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
 def failure_text(failure: dict[str, Any]) -> str:
     """What a tired person needs: who failed first, why, where the log is."""
     lines = [f"Failed: {failure['reason']}"]
-    if failure.get("traceback") and failure.get("status") not in PLAIN:
+    if failure.get("traceback") and failure.get("status") not in PLAIN and failure["exception"] not in PLAIN:
         lines.insert(0, failure["traceback"].rstrip())
     if failure.get("log"):
         lines.append(f"Log: {failure['log']}")

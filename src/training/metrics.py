@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,16 @@ def evaluate(
     num_samples: int,
     num_classes: int,
     autocast: torch.dtype | None,
+    unreadable: Collection[int] = (),
     should_stop: Callable[[], bool] | None = None,
 ) -> Evaluation | None:
     """Evaluate the bare `model`, whose buffers must be equal on all ranks, on this rank's share of `num_samples`.
 
-    Losses are plain cross entropy, without smoothing. Returns None, on all ranks, when `should_stop` said so on any of
+    `unreadable` fills while `batches` are read: samples that this rank had to leave out. Losses are plain cross entropy,
+    without smoothing. Returns None, on all ranks, when `should_stop` said so on any of
     them: breaking off alone would leave the others waiting in the sums.
 
-    Errors: AssertionError when a sample was missed or counted twice.
+    Errors: AssertionError when a sample was missed or counted twice, ValueError when none could be read.
     """
     model.eval()
     device = strategy.device
@@ -97,7 +99,10 @@ def evaluate(
         return None
     confusion = strategy.sum(confusion).view(num_classes, num_classes).cpu()
     samples = int(confusion.sum())
-    assert samples == num_samples, f"{samples} samples evaluated instead of {num_samples}"
+    skipped = int(strategy.sum(torch.tensor(len(unreadable), device=device)))
+    assert samples + skipped == num_samples, f"{samples} samples evaluated and {skipped} skipped of {num_samples}"
+    if samples == 0:
+        raise ValueError(f"none of the {num_samples} images to evaluate on can be read")
     return Evaluation(
         samples=samples,
         correct=int(confusion.diag().sum()),
