@@ -1,0 +1,75 @@
+"""An image folder trains as it is; one that cannot be a classification folder is refused by name before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Train
+from PIL import Image
+
+import train as entry
+
+
+def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
+    """`{split: {class: images}}`; JPEG and PNG in turn, of several sizes, the colour says the class."""
+    draw = np.random.default_rng(0)
+    for split, classes in counts.items():
+        for label, (name, count) in enumerate(classes.items()):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 60, (20 + number % 5, 24, 3), dtype=np.uint8)
+                pixels[..., label % 3] += 150
+                Image.fromarray(pixels).save(root / split / name / f"{number}.{('jpg', 'png')[number % 2]}")
+    return root
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_a_folder_of_jpeg_and_png_trains_under_ddp(train: Train) -> None:
+    classes = {"café": 21, "dog": 13, "owl": 17}
+    root = image_folder(
+        train.base / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
+    )
+    words = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=16", "data.limit_train=null")
+    done = train(*words, "parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
+    assert done.returncode == 0, done.output
+    assert done.result["val"]["samples"] == 7
+    assert done.result["test"]["samples"] == 5
+    assert done.result["samples_seen"] == 4 * 48
+    assert done.result["dropped_per_epoch"] == 51 - 48
+    assert done.result["val"]["acc_best"] == 1.0, "the colour says the class"
+    assert done.result["skipped"] == {}
+
+
+GOOD = {"a": 1, "b": 1}
+BAD = {
+    "no_train": ({"val": GOOD}, "no folder"),
+    "no_val": ({"train": GOOD}, "no folder"),
+    "no_classes": ({"train": {}, "val": {}}, "no class folders"),
+    "one_class": ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
+    "an_empty_class": ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
+    "an_empty_class_in_val": ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
+    "another_class_in_val": ({"train": GOOD, "val": {"a": 1, "c": 1}}, "a class that train/ has not: c"),
+    "another_class_in_test": ({"train": GOOD, "val": GOOD, "test": {"z": 1}}, "a class that train/ has not: z"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_classification_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    counts, said = BAD[name]
+    for split in counts:
+        (tmp_path / "images" / split).mkdir(parents=True)
+    root = image_folder(tmp_path / "images", counts)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["train.py", "data=folder", f"data.root={root}"])
+    assert entry.main() == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"train.py: data.root={root}") and said in lines[0]
+    assert list((tmp_path / "here").iterdir()) == []
