@@ -23,8 +23,10 @@ import psutil
 
 from src.config.compose import ROOT
 from src.config.schema import Config
+from src.launch.loopback import listen_on_loopback, register_backend
 from src.process import STOP_SIGNALS, no_survivors
 
+SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
 
 
@@ -42,12 +44,12 @@ def run_ranks(config: Config, folder: Path) -> Ended:
     environment = _environment(config)
     with no_survivors():
         if config.parallel.strategy == "ddp":
-            return _run_agent(config, folder, environment)
+            return _run_agent(config, folder, {**environment, **listen_on_loopback()})
         return _run_child(folder, environment)
 
 
 def worker_command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "src.launch.worker", str(folder)]
+    return [sys.executable, *SAFE_PATH, "-m", "src.launch.worker", str(folder)]
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -100,9 +102,7 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
         max_nodes=1,
         nproc_per_node=int(config.parallel.devices),
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",  # the library's default is etcd
-        rdzv_endpoint="localhost:0",  # a free port, also where MASTER_PORT is exported
-        rdzv_configs={"timeout": config.parallel.start_timeout},
+        rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
         max_restarts=config.parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
