@@ -17,6 +17,7 @@ from src.config.compose import Command, compose_command, to_config
 from src.config.resolve import resolve
 from src.config.rules import check_combination
 from src.config.schema import Config, SearchConfig
+from src.secrets import hide
 
 
 @dataclass
@@ -54,7 +55,7 @@ def settle(point: Point) -> None:
         check_combination(point.config)
         point.config = resolve(point.config)
     except ValueError as error:
-        point.reason = str(error)
+        point.reason = hide(str(error))
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:

@@ -24,6 +24,7 @@ from src.process import (
     ignore_stop_signals,
     stop_handler,
 )
+from src.secrets import HidingFormatter
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,6 +54,8 @@ def run_rank(
     `last_words` is called before the watchdog ends this process, which then does not return from here.
     """
     die_with_parent()
+    # where model.compile keeps code that it loads again; torch's own is a name in /tmp that a neighbour can take first
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
     exit_after_stop_signal(STUCK_SECONDS)
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
     stacks = _set_up_output(own_log, ranks)
@@ -93,14 +96,14 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     if ranks.is_first:
         console = logging.StreamHandler(sys.stdout)
         console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
-        console.setFormatter(logging.Formatter("%(message)s"))
+        console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
         file = os.open(own_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong
     logging.captureWarnings(True)

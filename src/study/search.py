@@ -22,6 +22,7 @@ from src.config.expand import Point
 from src.config.schema import Config
 from src.config.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
 from src.records import claim_folder, read_metrics, read_result
+from src.secrets import hide
 from src.study.jobs import FAILED, Job, Jobs, new_jobs, read_jobs
 from src.study.sweep import Runner, freeze_job, say_stopped
 
@@ -139,7 +140,7 @@ class Search:
             job.overrides, job.folder = point.overrides, point.subdir
             freeze_job(self.jobs.folder, job, point)
         except ValueError as error:  # the ends of each dimension were possible, but not these values together
-            job.status, job.reason = "skipped", str(error)
+            job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
         """A stopped trial is not told: it goes on when the search does."""
