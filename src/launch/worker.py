@@ -54,8 +54,7 @@ def run_rank(
     `last_words` is called before the watchdog ends this process, which then does not return from here.
     """
     die_with_parent()
-    # where model.compile keeps code that it loads again; torch's own is a name in /tmp that a neighbour can take first
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
+    keep_compiled_code_private()
     exit_after_stop_signal(STUCK_SECONDS)
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
     stacks = _set_up_output(own_log, ranks)
@@ -82,6 +81,15 @@ def _run_recorded(config: Config, folder: Path, ranks: Ranks, store: Store | Non
         record = describe(error, config, ranks, own_log)
         write_failure(folder, record)
         return int(record["exit_code"])
+
+
+def keep_compiled_code_private() -> None:
+    """What model.compile makes is loaded again; torch's place for it is a name in /tmp that a neighbour can take first.
+
+    The agent that started this rank may have put torch's place into the environment.
+    """
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
 
 
 def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
