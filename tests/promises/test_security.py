@@ -211,12 +211,13 @@ def test_a_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytes
     assert "RuntimeError: 401 for ${oc.env:HF_TOKEN}" in (tmp_path / "rank_0.log").read_text()
 
 
-def test_a_frozen_config_holds_a_reference_that_resolves_again(tmp_path: Path) -> None:
+def test_a_frozen_config_holds_a_reference_that_resolves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)  # and breaks into lines
     words = ("model=tiny", f"tags=['{REFERENCE}','a{REFERENCE}b']", f"+model.kwargs.hf_token={REFERENCE}")
-    config = compose_command(parse(*words)).config
+    config = compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config
     assert config.tags == [SECRET, f"a{SECRET}b"]
     freeze(config, tmp_path)
-    assert holding(tmp_path) == []
+    assert holding(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
     assert read_frozen(tmp_path) == config
     again = compose_command(parse("--config-path", str(tmp_path), "--config-name", "config"))
     assert again.config == config
