@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train compare test test-fast test-all check lint format clean
+.PHONY: help train compare test test-fast test-all check lint format lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ check: lint test ## what must be green before a commit
 format: $(VENV)/development ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock: $(VENV)/development ## requirements.lock anew from requirements.txt: every package with its hashes
+	$(BIN)/uv pip compile requirements.txt --output-file requirements.lock --quiet --upgrade --universal \
+		--python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
+		--custom-compile-command "make lock"
 
 clean: ## remove the environment and the caches, not the outputs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from src.secrets import mask
+
 KEYS = {"run": None, "split": "all", "checkpoint": None}
 
 
@@ -21,7 +23,7 @@ def main(arguments: list[str]) -> int:
         for split, numbers in evaluate_run(Path(str(options["run"])), str(options["split"]), options["checkpoint"]):
             print(json.dumps({"split": split, **numbers}))
     except ValueError as error:
-        print(f"evaluate.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"evaluate.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -6,11 +6,15 @@ of their own and read the frozen config of their run folder (src/launch/). What 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
 import sys
 from typing import Any, NoReturn
 
 from src.launch.ranks import Ranks, ranks_from_environment
+from src.secrets import hide, mask
 
 
 def main() -> int:
@@ -23,7 +27,7 @@ def main() -> int:
             return follow(ranks)
         return _lead(ranks)
     except ValueError as error:
-        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
 
 
@@ -97,10 +101,15 @@ def _hydra_habits(arguments: Any) -> int:
 
     from src.config.compose import VERSION_BASE, compose_command, store_schema
 
-    if arguments.cfg:
-        compose_command(arguments)  # refuses in one line what Hydra would refuse in many
+    if not arguments.shell_completion:  # refused in one line, and before Hydra imports what a config names
+        compose_command(argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}))
     store_schema()
-    hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(lambda tree: None)()
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):  # --resolve shows what secrets stand for
+            hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(lambda tree: None)()
+    finally:
+        print(hide(shown.getvalue()), end="")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
+from src.secrets import mask
 from src.study.report import write_report
 
 
@@ -21,7 +22,7 @@ def main() -> int:
     try:
         print(write_report(arguments.folders, arguments.out))
     except ValueError as error:
-        print(f"report.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"report.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -27,7 +27,10 @@ def build_model(config: ModelConfig, images: Images, image_size: int | None, dev
     try:
         if config.name.startswith("src."):
             module, _, name = config.name.rpartition(".")
-            model = getattr(importlib.import_module(module), name)(**arguments, **config.kwargs)
+            kind = getattr(importlib.import_module(module), name)
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise ValueError(f"model.name={config.name}: not a torch.nn.Module class")
+            model: Any = kind(**arguments, **config.kwargs)
         else:
             if image_size is not None and _takes_image_size(config.name):
                 arguments["img_size"] = image_size

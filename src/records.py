@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.secrets import hide, hide_in
+
 FORMAT = 1
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
 
@@ -77,22 +79,13 @@ def claim_folder(wanted: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `path` whole or not at all: temporary name beside it, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write `path` whole or not at all, and without secrets."""
+    _write_whole(path, hide(text))
 
 
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON: a number that is not finite becomes null, because `NaN` is not JSON."""
-    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    _write_whole(path, json.dumps(hide_in(_finite(value)), indent=2, allow_nan=False) + "\n")
 
 
 def write_result(folder: Path, result: Result) -> None:
@@ -149,6 +142,21 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError:
                 return
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Temporary name beside it, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:  # x: a link that somebody has put there is not followed
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

@@ -94,10 +94,10 @@ class Run:
     def resume(self) -> None:
         """Go on from the newest good checkpoint; all ranks from the one that rank 0 chose."""
         newest = checkpoint.newest(self.folder) if self.strategy.is_first else None
-        path = self.strategy.gather(newest)[0]
+        path = self.strategy.gather(None if newest is None else str(newest))[0]
         if path is None:
             return
-        contents = checkpoint.load(path, self.strategy.device)
+        contents = checkpoint.load(Path(path), self.strategy.device)
         self.progress = checkpoint.restore(self.parts.trainee, contents)
         if self.parts.mixing is not None:
             self.parts.mixing.batch = self.progress.step * self.config.train.accumulate

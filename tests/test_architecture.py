@@ -15,7 +15,7 @@ SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "src").rglob("*.py"), *(ROOT / "s
 OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 
 # Room -> rooms of src/ that it may import. A room is a folder or a file of src/. What is not listed may import anything.
-MACHINE = {"machine", "process", "draws", "pulse"}
+MACHINE = {"machine", "process", "draws", "pulse", "secrets"}
 KNOWN = {"config", "records", "telemetry"} | MACHINE
 MAY_IMPORT = {
     "machine": set(),
@@ -23,17 +23,18 @@ MAY_IMPORT = {
     "draws": set(),
     "pulse": set(),
     "ownership": set(),
-    "records": set(),
-    "config": {"records", "machine"},
-    "telemetry": {"config", "records", "machine"},
+    "secrets": set(),
+    "records": {"secrets"},
+    "config": {"records", "machine", "secrets"},
+    "telemetry": {"config", "records", "machine", "secrets"},
     "data": KNOWN,
     "parallel": KNOWN | {"launch.ranks"},
     "model": KNOWN | {"data.datasets"},  # what the images are decides head and channels
     "optim": KNOWN,
     "training": KNOWN | {"parallel"},  # the loop speaks to the strategy that it is given
     "environment": {"config", "records", "machine"},
-    "launch": {"config", "records", "environment", "machine", "process", "pulse", "ownership"},
-    "study": {"config", "records", "machine", "process", "ownership"},
+    "launch": {"config", "records", "environment", "machine", "process", "pulse", "ownership", "secrets"},
+    "study": {"config", "records", "machine", "process", "ownership", "secrets"},
 }
 EXTRA = {  # file -> what it alone may import besides
     "src/launch/worker.py": {"run"},
@@ -55,7 +56,15 @@ FENCES = {
     r"timm": ("src/model.py", "src/optim.py", "src/data/", "src/training/"),
 }
 ONLY_TYPES = {("src/run.py", "torch.distributed")}  # may be named for a type checker, not imported when run
-NO_TORCH = ("src/study/", "src/config/", "src/records.py", "src/machine.py", "src/environment.py", "src/process.py")
+NO_TORCH = (
+    "src/study/",
+    "src/config/",
+    "src/records.py",
+    "src/machine.py",
+    "src/environment.py",
+    "src/process.py",
+    "src/secrets.py",
+)
 TORCH_IN_FUNCTIONS_ONLY = ("train.py", "evaluate.py", "src/launch/")
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 260, 70

@@ -17,11 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src import machine
-from src.config.fences import check_hydra_block
+from src.config.confidential import check_literals, check_words
+from src.config.fences import check_hydra_block, check_search_path
 from src.config.keys import explain, is_known, key_hint
 from src.config.names import hint
 from src.config.rules import check_combination, check_values
 from src.config.schema import Config
+from src.secrets import hide_in
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -48,12 +50,19 @@ def compose_command(arguments: Any) -> Command:
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
+    check_words(arguments.overrides)
     try:
         hydra = _hydra(arguments)
-        _check_override_keys(hydra.config_loader, arguments.overrides)
         name = arguments.config_name or "train"
+        check_search_path(hydra.config_loader, name, arguments.overrides)
+        _check_override_keys(hydra.config_loader, arguments.overrides)
         mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
-        tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
+        try:
+            tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
+        except KeyError as error:  # Hydra looks it up while it composes
+            raise ValueError(
+                f"hydra.job.env_copy={error}: not set; leave it out, ranks inherit the environment"
+            ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         if not arguments.multirun:
@@ -108,12 +117,13 @@ def to_config(tree: DictConfig) -> Config:
 
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     try:
+        check_literals(tree)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
         if "hydra" in tree:
             own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
             block = OmegaConf.to_container(OmegaConf.masked_copy(tree.hydra, own))  # plain: typed ones are not checked
             OmegaConf.merge({"hydra": OmegaConf.structured(HydraConf)}, {"hydra": block})
-            check_hydra_block(tree.hydra)
+            check_hydra_block(tree)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
     assert isinstance(config, Config)
@@ -142,7 +152,8 @@ def freeze(config: Config, folder: Path) -> None:
         ]
     }
     tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
-    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
+    plain = hide_in(OmegaConf.to_container(tree))  # secrets are references again, which the ranks resolve
+    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
 
 
 def read_frozen(folder: Path) -> Config:

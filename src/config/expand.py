@@ -17,6 +17,8 @@ from src.config.compose import Command, compose_command, to_config
 from src.config.resolve import resolve
 from src.config.rules import check_combination
 from src.config.schema import Config, SearchConfig
+from src.records import write_text
+from src.secrets import hide
 
 
 @dataclass
@@ -54,7 +56,7 @@ def settle(point: Point) -> None:
         check_combination(point.config)
         point.config = resolve(point.config)
     except ValueError as error:
-        point.reason = str(error)
+        point.reason = hide(str(error))
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
@@ -74,8 +76,14 @@ def save_hydra_files(tree: DictConfig, folder: Path) -> None:
     hydra = OmegaConf.masked_copy(tree, ["hydra"])
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
-        (folder / ".hydra").mkdir(exist_ok=True)
-        (folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
+        write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
+
+
+def given(tree: DictConfig) -> list[str]:
+    """The overrides as they were written; read one by one, OmegaConf would put in what `${…}` stands for."""
+    words = OmegaConf.to_container(tree.hydra.overrides.task)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
 
 
 def _product(command: Command) -> list[list[str]]:
@@ -84,9 +92,7 @@ def _product(command: Command) -> list[list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     swept = [f"{key}={value}" for key, value in (command.tree.hydra.sweeper.get("params") or {}).items()]
-    given = OmegaConf.to_container(command.tree.hydra.overrides.task)
-    assert isinstance(given, list)
-    overrides = OverridesParser.create(config_loader=command.loader).parse_overrides([*swept, *map(str, given)])
+    overrides = OverridesParser.create(config_loader=command.loader).parse_overrides([*swept, *given(command.tree)])
     if command.config.search.sampler is not None:  # its swept keys are the search's
         return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]

@@ -34,20 +34,21 @@ def is_own_class(name: str) -> bool:
 
 
 def own_class_exists(name: str) -> bool:
-    """Whether `src.<module>.<Class>` is defined or imported in that module's file, which is read and not run."""
+    """Whether `src.<module>.<Class>` is a class of that module's file, or of another of src/ that it imports it from.
+
+    The file is read and not run. Functions and what comes from libraries are not for a config to call.
+    """
     module, _, wanted = name.rpartition(".")
     path = ROOT.joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
-            defined: set[str | None] = set()
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    defined.add(node.name)
-                elif isinstance(node, ast.ImportFrom):
-                    defined.update(alias.asname or alias.name for alias in node.names)
-                elif isinstance(node, ast.Assign):
-                    defined.update(getattr(target, "id", None) for target in node.targets)
-            return wanted in defined
+                if isinstance(node, ast.ClassDef) and node.name == wanted:
+                    return True
+                if isinstance(node, ast.ImportFrom) and is_own_class(f"{node.module}.Class"):
+                    for alias in node.names:
+                        if (alias.asname or alias.name) == wanted:
+                            return own_class_exists(f"{node.module}.{alias.name}")
     return False
 
 

@@ -28,6 +28,9 @@ AUTO_AUGMENT = (  # the strings that timm.data.auto_augment reads
     r"augmix(-(m|w|d|a|b|mstd)-?\d+(\.\d+)?)*",
     r"(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)*",
 )
+# Keyword arguments with which timm would fetch or load weights from wherever they say.
+FETCHING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"  # a driver is a module
 OBJECTIVES = (
     "val/acc",
     "val/acc_best",
@@ -102,6 +105,10 @@ def _known_names(config: Config) -> None:
             raise ValueError(f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/")
     if not is_own_class(model):
         _check_timm_model(model)
+        for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
+            raise ValueError(f"model.kwargs.{key}: not allowed; weights come from timm: model.pretrained=true")
+    if config.search.storage is not None and not re.fullmatch(DATABASE, config.search.storage, re.DOTALL):
+        raise ValueError("search.storage: give sqlite:///<file>, postgresql://… or mysql://…")
     if opt not in timm_optimizers():
         raise ValueError(f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}")
     if not is_own_class(data) and data not in DATASETS:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from src.config.compose import Command, to_config
-from src.config.expand import Point, make_point, settle
+from src.config.expand import Point, given, make_point, settle
 from src.config.keys import is_known, key_hint
 from src.config.schema import Config
 from src.records import write_text
@@ -76,8 +76,7 @@ def read_space(command: Command) -> list[Dimension]:
 
     in_files = {**(command.tree.hydra.sweeper.get("params") or {}), **command.config.search.params}
     space = {dimension.name: dimension for dimension in parse_space(in_files)}
-    given = [str(item) for item in command.tree.hydra.overrides.task]
-    for override in OverridesParser.create(config_loader=command.loader).parse_overrides(given):
+    for override in OverridesParser.create(config_loader=command.loader).parse_overrides(given(command.tree)):
         if override.is_sweep_override():
             space[override.key_or_group] = _dimension(override)
         else:
@@ -196,8 +195,8 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
         except OmegaConfBaseException as error:
             raise ValueError(f"{override.input_line}: {str(error).splitlines()[0]}") from error
     with read_write(tree.hydra):
-        tree.hydra.overrides.task = [*tree.hydra.overrides.task, *overrides]
-    point = make_point(tree, list(tree.hydra.overrides.task), number)
+        tree.hydra.overrides.task = [*given(tree), *overrides]
+    point = make_point(tree, given(tree), number)
     settle(point)
     return point
 
@@ -208,7 +207,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
         tree.search.update(settings)
-        tree.hydra.overrides.task = _of_a_trial(list(tree.hydra.overrides.task))
+        tree.hydra.overrides.task = _of_a_trial(given(tree))
     header = "# The search as composed at its start: settings, space, and the config that every trial starts from.\n"
     write_text(folder / FROZEN, header + OmegaConf.to_yaml(tree))
 

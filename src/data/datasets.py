@@ -179,6 +179,8 @@ def build_images(config: DataConfig) -> Images:
     else:
         module, _, name = config.name.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
+        if not (isinstance(kind, type) and kind.__module__.startswith("src.")):
+            raise ValueError(f"data.name={config.name}: not a class of this project")
     try:
         return cast(Images, kind(config, **config.kwargs))
     except TypeError as error:

@@ -24,8 +24,10 @@ import psutil
 from src import machine
 from src.config.compose import ROOT
 from src.config.schema import Config
+from src.launch.loopback import listen_on_loopback, register_backend
 from src.process import STOP_SIGNALS, no_survivors
 
+SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
 
 
@@ -46,14 +48,16 @@ def run_ranks(config: Config, folder: Path) -> Ended:
     environment = _environment(config)
     before = machine.oom_kills()
     with no_survivors():
-        run = _run_agent if config.parallel.strategy == "ddp" else _run_child
-        ended = run(config, folder, environment)
+        if config.parallel.strategy == "ddp":
+            ended = _run_agent(config, folder, {**environment, **listen_on_loopback()})
+        else:
+            ended = _run_child(folder, environment)
     ended.oom_kills = machine.oom_kills() - before
     return ended
 
 
 def worker_command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "src.launch.worker", str(folder)]
+    return [sys.executable, *SAFE_PATH, "-m", "src.launch.worker", str(folder)]
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -70,7 +74,7 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(config: Config, folder: Path, environment: dict[str, str]) -> Ended:
+def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
     """One process, in our process group, so that a debugger in it has the terminal."""
     ended = Ended(world_size=1)
     child = subprocess.Popen(worker_command(folder), env={**os.environ, **environment})
@@ -106,9 +110,7 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> End
         max_nodes=1,
         nproc_per_node=int(config.parallel.devices),
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",  # the library's default is etcd
-        rdzv_endpoint="localhost:0",  # a free port, also where MASTER_PORT is exported
-        rdzv_configs={"timeout": config.parallel.start_timeout},
+        rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
         max_restarts=config.parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),

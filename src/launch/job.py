@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from src.config.compose import freeze, read_frozen
 from src.config.schema import Config
 from src.environment import write_environment
-from src.launch.agent import Ended, run_ranks
+from src.launch.agent import SAFE_PATH, Ended, run_ranks
 from src.launch.failure import failure_text, first_failure
 from src.ownership import own
 from src.records import Result, read_result, write_result
@@ -18,7 +18,7 @@ from src.records import Result, read_result, write_result
 
 def job_command(folder: Path) -> list[str]:
     """The command that runs a frozen job in a process of its own, for sweeps."""
-    return [sys.executable, "-m", "src.launch.job", str(folder)]
+    return [sys.executable, *SAFE_PATH, "-m", "src.launch.job", str(folder)]
 
 
 def run_job(config: Config, folder: Path) -> int:

@@ -14,6 +14,7 @@ from src.config.rules import leaves
 from src.config.schema import Config
 from src.ownership import is_owned
 from src.records import read_result
+from src.secrets import hide
 
 MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
 MAY_CHANGE = ("data.workers", "data.root", "model.compile")
@@ -72,7 +73,7 @@ def check_resumable(config: Config, folder: Path) -> None:
     before = dict(_settings(read_frozen(folder)))
     for key, value in _settings(config):
         if before.get(key) != value and not key.startswith(("resume", "print_config")):
-            print(f"resume: {key}: {before.get(key)} -> {value}", file=sys.stderr)
+            print(hide(f"resume: {key}: {before.get(key)} -> {value}"), file=sys.stderr)
 
 
 def _asked(overrides: list[str]) -> Path | None:

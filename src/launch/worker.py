@@ -24,6 +24,7 @@ from src.process import (
     ignore_stop_signals,
     stop_handler,
 )
+from src.secrets import HidingFormatter
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,6 +54,7 @@ def run_rank(
     `last_words` is called before the watchdog ends this process, which then does not return from here.
     """
     die_with_parent()
+    keep_compiled_code_private()
     exit_after_stop_signal(STUCK_SECONDS)
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
     stacks = _set_up_output(own_log, ranks)
@@ -81,6 +83,15 @@ def _run_recorded(config: Config, folder: Path, ranks: Ranks, store: Store | Non
         return int(record["exit_code"])
 
 
+def keep_compiled_code_private() -> None:
+    """What model.compile makes is loaded again; torch's place for it is a name in /tmp that a neighbour can take first.
+
+    The agent that started this rank may have put torch's place into the environment.
+    """
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
+
+
 def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     """Every rank logs to its own file; rank 0 alone also has the console.
 
@@ -93,14 +104,14 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     if ranks.is_first:
         console = logging.StreamHandler(sys.stdout)
         console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
-        console.setFormatter(logging.Formatter("%(message)s"))
+        console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
         file = os.open(own_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong
     logging.captureWarnings(True)

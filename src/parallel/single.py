@@ -76,7 +76,7 @@ class Single:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (plain data), in rank order, on all of them."""
+        """Every rank's `value` (what JSON can say), in rank order, on all of them."""
         return [value]
 
     def share_buffers(self, model: nn.Module) -> None:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config.compose import Command
-from src.config.expand import Point
+from src.config.expand import Point, given
 from src.config.schema import Config
 from src.config.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
 from src.records import claim_folder, read_metrics, read_result
+from src.secrets import hide
 from src.study.jobs import FAILED, Job, Jobs, new_jobs, read_jobs
 from src.study.sweep import Runner, freeze_job, say_stopped
 
@@ -56,12 +57,12 @@ def start_search(command: Command, base: Point) -> int:
 def resume_search(folder: Path, command: Command) -> int:
     """Go on with the search in `folder` until it has had its n_trials. Returns the exit code. Errors: ValueError."""
     config, _, _ = read_search(folder)
-    given = {str(item).lstrip("+").partition("=")[0] for item in command.tree.hydra.overrides.task}
-    if changed := sorted(given.difference(MAY_CHANGE)):
+    keys = {item.lstrip("+").partition("=")[0] for item in given(command.tree)}
+    if changed := sorted(keys.difference(MAY_CHANGE)):
         raise ValueError(
             f"{changed[0]}: a search that goes on keeps its settings (sweep.resume={folder}); leave it out"
         )
-    n_trials = command.config.search.n_trials if "search.n_trials" in given else config.search.n_trials
+    n_trials = command.config.search.n_trials if "search.n_trials" in keys else config.search.n_trials
     jobs = read_jobs(folder)
     jobs.status = "running"
     return Search(jobs, open_study(folder, config, is_new=False), n_trials).run()
@@ -139,7 +140,7 @@ class Search:
             job.overrides, job.folder = point.overrides, point.subdir
             freeze_job(self.jobs.folder, job, point)
         except ValueError as error:  # the ends of each dimension were possible, but not these values together
-            job.status, job.reason = "skipped", str(error)
+            job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
         """A stopped trial is not told: it goes on when the search does."""

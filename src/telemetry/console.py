@@ -10,6 +10,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.tree import Tree
 
+from src.secrets import hide_in
+
 log = logging.getLogger(__name__)
 
 
@@ -43,9 +45,9 @@ class Console:
 
 
 def print_config(values: dict[str, Any]) -> None:
-    """The resolved config as a tree."""
+    """The resolved config as a tree, without secrets."""
     tree = Tree("config")
-    _grow(tree, values)
+    _grow(tree, hide_in(values))
     RichConsole(soft_wrap=True, highlight=False).print(tree)
 
 

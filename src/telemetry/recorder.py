@@ -13,6 +13,7 @@ from torch import Tensor
 
 from src.config.schema import Config
 from src.records import MetricsLog, Result
+from src.secrets import hide_in
 from src.telemetry.console import Console
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Recorder:
         if self.enabled:
             for split, found in evaluations.items():
                 self.tensorboard.confusion(f"{split}/confusion", found.confusion, classes, result.steps)
-            self.tensorboard.text("config", json.dumps(dataclasses.asdict(config), indent=2))
-            self.tensorboard.hparams(_hparams(config), ["val/acc", "val/acc_best", "val/loss"])
+            self.tensorboard.text("config", json.dumps(hide_in(dataclasses.asdict(config)), indent=2))
+            self.tensorboard.hparams(hide_in(_hparams(config)), ["val/acc", "val/acc_best", "val/loss"])
         self.close()
 
     def close(self) -> None:

@@ -1,0 +1,60 @@
+"""requirements.lock is in step with requirements.txt, whole, and says nothing of where it was made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+PINS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+
+
+def locked(lock: str) -> dict[str, dict[str, int]]:
+    """Package -> version -> how many files of it have a hash. Some have two versions, for different Pythons."""
+    found: dict[str, dict[str, int]] = {}
+    for block in re.split(r"\n(?=[A-Za-z0-9])", lock):
+        head = re.match(r"([\w.-]+)==([\w.+!-]+)", block)
+        if head:
+            hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}\b", block)
+            found.setdefault(canonical(head[1]), {})[head[2]] = len(hashes)
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def out_of_step(pins: str, lock: str) -> list[str]:
+    """The pins that the lock file does not hold, or not alone."""
+    packages = locked(lock)
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", pins, re.MULTILINE)
+    assert len(pinned) == len([line for line in pins.splitlines() if line and not line.startswith("#")])
+    return [f"{name}=={version}" for name, version in pinned if list(packages.get(canonical(name), {})) != [version]]
+
+
+def test_the_lock_file_is_in_step_with_the_requirements() -> None:
+    assert out_of_step(PINS, LOCK) == [], "run make lock"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(r"^timm==.*$", "timm==0.0.1"), (r"\Z", "einops==0.8.0\n"), (r"^rich==", "richer==")]
+)
+def test_a_changed_requirement_is_noticed(old: str, new: str) -> None:
+    changed = re.sub(old, new, PINS, count=1, flags=re.MULTILINE)
+    assert changed != PINS
+    assert len(out_of_step(changed, LOCK)) == 1
+
+
+def test_every_package_has_hashes_and_so_have_those_that_others_need() -> None:
+    packages = locked(LOCK)
+    assert [name for name, versions in packages.items() if not all(versions.values())] == []
+    assert {"antlr4-python3-runtime", "sympy", "pillow", "sqlalchemy", "setuptools"} <= set(packages)
+    lines = [line for line in LOCK.splitlines() if line and not line.lstrip().startswith("#")]
+    assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), "nothing but pins and hashes"
+
+
+def test_the_lock_file_names_no_place() -> None:
+    assert not re.search(r"https?://|file:|--(extra-)?index-url|--find-links|/(opt|home|root|tmp)/", LOCK)
