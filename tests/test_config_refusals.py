@@ -416,7 +416,7 @@ def parse(words: list[str]) -> object:
     return get_args_parser().parse_args(words)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
 def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_key(
     overrides: list[str], cuda: int

@@ -124,7 +124,7 @@ def test_a_sample_that_is_missed_or_counted_twice_is_noticed() -> None:
     strategy = build_strategy(ParallelConfig("single", 1, "cpu", 1), Ranks(), None)
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
-        with pytest.raises(AssertionError, match=f"3 samples evaluated instead of {num_samples}"):
+        with pytest.raises(AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"):
             metrics.evaluate(
                 model(2), [batch], strategy=strategy, num_samples=num_samples, num_classes=2, autocast=None
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import in_ranks
@@ -16,7 +17,7 @@ from src.config.schema import AugmentConfig, DataConfig
 from src.data.augment import train_transform
 from src.data.datasets import Synthetic
 from src.data.loading import DeviceFeed, Reader, TrainLoader, evaluation_requests, train_requests
-from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests
+from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
 from src.launch.ranks import Ranks
 
 EVERYTHING = AugmentConfig(
@@ -161,8 +162,7 @@ def test_another_epoch_or_seed_makes_other_images() -> None:
 def test_a_drawn_image_does_not_depend_on_what_was_drawn_before() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     reader = Reader(split, train_transform(EVERYTHING, 16, resize=False), 7)
-    first, _ = reader._sample(0, 5)
-    for index in range(4):
-        reader._sample(0, index)
+    first = reader.__getitems__(Request(0, np.array([5])))[0][0]
+    reader.__getitems__(Request(0, np.arange(4)))
     torch.rand(100)
-    assert torch.equal(reader._sample(0, 5)[0], first)
+    assert torch.equal(reader.__getitems__(Request(0, np.array([4, 5])))[0][1], first)

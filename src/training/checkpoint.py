@@ -69,7 +69,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         contents = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
         raise ValueError(f"{path}: damaged or no checkpoint ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(contents, dict) or "model" not in contents:
+    if not isinstance(contents, dict) or not {"model", "format"} <= contents.keys():
         raise ValueError(f"{path}: not a checkpoint of this project")
     if contents["format"] > FORMAT:
         raise ValueError(
