@@ -91,6 +91,8 @@ def test_a_run_proves_that_two_ranks_hold_one_model(forms: dict[str, Finished], 
     assert result["proof"]["hashes_equal"] is True
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"], "training changes the weights"
     assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
+    assert result["proof"]["files_per_rank"]["1"] == 1, "ranks other than 0 write nothing but their log"
+    assert result["proof"]["files_per_rank"]["0"] >= 3, "log, metrics, TensorBoard"
 
 
 @pytest.mark.timeout(120)
@@ -164,7 +166,7 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("form", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_ends_the_run_with_its_name_and_traceback(train: Train, form: str) -> None:
+def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form: str) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
     data = ("data=folder", f"data.root={train.base}/images", "data.image_size=32", "data.limit_train=16")
     devices = () if form == "torchrun" else ("parallel.devices=2",)
@@ -172,12 +174,13 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_traceback(train: Train
     ended = time.time()
     assert done.returncode == 1, done.output
     failure = done.result["failure"]
-    assert (done.result["status"], failure["rank"], failure["exception"]) == ("failed", 1, "ValueError")
+    assert (done.result["status"], failure["rank"], failure["exception"]) == ("failed", 1, "UnreadableImageError")
     assert ended - failure["time"] < 20
-    for word in ("Failed: rank 1: ValueError", str(corrupt), "Traceback (most recent call last)", "rank_1.log"):
+    for word in ("Failed: rank 1: UnreadableImageError", str(corrupt), "rank_1.log"):
         assert word in done.stderr, done.output
     assert str(corrupt) in done.result["reason"]
-    assert str(corrupt) in (done.folder / "logs" / "rank_1.log").read_text()
+    log = (done.folder / "logs" / "rank_1.log").read_text()
+    assert str(corrupt) in log and "Traceback (most recent call last)" in log
 
 
 @pytest.mark.timeout(90)

@@ -102,6 +102,7 @@ class Loader:
                 pin_memory=feed.device.type == "cuda",
                 persistent_workers=True,
                 worker_init_fn=_start_worker,
+                generator=torch.Generator(),  # else it draws a seed from the generator that a step's dropout draws from
             )
 
     def __iter__(self) -> Iterator[Batch]:

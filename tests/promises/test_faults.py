@@ -108,6 +108,8 @@ def test_an_accident_ends_the_run_promptly_by_name(
     log = done.folder / "logs" / f"rank_{accident.rank.replace('*', '0')}.log"
     if accident.needs_watchdog and accident.kind != "stop":
         assert "sitecustomize.py" in log.read_text(), "the stack shows where it stood"
+    if accident.kind == "raise":
+        assert "Traceback (most recent call last)" in done.stderr
     assert not is_owned(done.folder)
     assert [path.name for path in done.folder.rglob("*.tmp")] == []
     assert train.left_after(2) == []
