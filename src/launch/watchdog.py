@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 TICK = 1.0  # seconds between two looks
 SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
 ANSWER = 3.0  # seconds for the other ranks to show where they are
-LEAVE = 10.0  # seconds for the failed rank to end, and the agent with it the others, before this rank leaves by itself
+WRITE = 10.0  # seconds for the rank that writes down who has failed
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
@@ -132,8 +133,11 @@ class Watchdog:
                 _kill(failed.pid)
             if self.last_words is not None:
                 self.last_words()
-        else:
-            time.sleep(LEAVE)
+            if self.store is not None:
+                self.store.set("watchdog/recorded", "")
+        elif self.store is not None:
+            with suppress(RuntimeError):
+                self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
         os._exit(1)
 
     def _look_twice(self) -> tuple[list[Sign], list[Sign]]:
