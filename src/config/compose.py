@@ -162,8 +162,8 @@ def read_frozen(folder: Path) -> Config:
     try:
         tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
-    except (OSError, AssertionError):
-        raise ValueError(f"{folder}: no config.yaml of a run here") from None
+    except (OSError, AssertionError, YAMLError):
+        raise ValueError(f"{folder}: no config.yaml of a run here that can be read") from None
     return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")]))
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from src.config.compose import CONF, read_frozen
+from src.config.resolve import global_batch
 from src.config.rules import leaves
 from src.config.schema import Config
 from src.ownership import is_owned
 from src.records import read_result
-from src.secrets import hide
+from src.secrets import hide, mask
 
 MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
 MAY_CHANGE = ("data.workers", "data.root", "model.compile")
@@ -31,14 +33,16 @@ def with_saved_overrides(arguments: Any) -> Any:
     try:
         saved = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
         hydra: Any = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
-    except OSError:
+        sources = OmegaConf.select(hydra, "hydra.runtime.config_sources")
+        if not isinstance(saved, list) or sources is None:  # cut off while it was written
+            raise OSError
+    except (OSError, YAMLError):
         raise ValueError(
-            f"resume={folder}: not a run folder (it has no .hydra); give a folder below outputs/"
+            f"resume={folder}: not a run folder (it has no .hydra that can be read); give a folder below outputs/"
         ) from None
-    assert isinstance(saved, list)
     merged = copy.copy(arguments)
     merged.overrides = [str(item) for item in saved if not str(item).startswith("resume=")] + arguments.overrides
-    main = next((source.path for source in hydra.hydra.runtime.config_sources if source.provider == "main"), str(CONF))
+    main = next((source.path for source in sources if source.provider == "main"), str(CONF))
     if arguments.config_path is None and Path(main) != CONF:
         merged.config_path, merged.config_name = main, hydra.hydra.job.config_name
     return merged
@@ -52,8 +56,11 @@ def folder_to_resume(config: Config) -> Path | None:
         return Path(config.resume)
     runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
     for folder in (path.parent.parent for path in runs):
-        if not _is_done(folder) and not is_owned(folder) and not _differences(config, folder):
-            return folder
+        try:
+            if not _is_done(folder) and not is_owned(folder) and not _differences(config, folder):
+                return folder
+        except ValueError as error:
+            print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
     print(f"resume=auto: no unfinished run of {config.task_name}; starting a new one", file=sys.stderr)
     return None
 
@@ -84,12 +91,20 @@ def _asked(overrides: list[str]) -> Path | None:
 
 
 def _differences(config: Config, folder: Path) -> list[str]:
-    before = dict(_settings(read_frozen(folder)))
-    return [
+    frozen = read_frozen(folder)
+    before, batch = dict(_settings(frozen)), global_batch(frozen)
+    changed = [
         f"{key}={value} (was {before.get(key)})"
         for key, value in _settings(config)
         if before.get(key) != value and key.startswith(MUST_STAY) and key not in MAY_CHANGE
     ]
+    if not changed and global_batch(config) != batch:  # data.batch_size_per_device on another number of devices
+        per_device, devices = config.data.batch_size_per_device, config.parallel.devices
+        changed = [
+            f"parallel.devices={devices}: with data.batch_size_per_device={per_device} the global batch "
+            f"{global_batch(config)} (was {batch})"
+        ]
+    return changed
 
 
 def _settings(config: Config) -> list[tuple[str, Any]]:
