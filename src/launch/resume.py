@@ -19,7 +19,7 @@ from src.records import read_result
 from src.secrets import hide, mask
 
 MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
-MAY_CHANGE = ("data.workers", "data.root", "model.compile")
+MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
 
 
 def with_saved_overrides(arguments: Any) -> Any:
