@@ -1,0 +1,50 @@
+"""Whatever a launcher starts is gone after it: children, grandchildren that left its group, and those deaf to SIGTERM."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from src.process import no_survivors
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+# A child that starts a deaf grandchild in a session of its own, says its pid, and ends: the grandchild is an orphan.
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+"""
+
+
+def _launch(answers: Any) -> None:
+    spared = subprocess.Popen(["sleep", "600"])
+    with no_survivors(seconds=0.3):
+        orphan = int(subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True).stdout)
+        child = subprocess.Popen(["sleep", "600"]).pid
+        answers.put((orphan, child, spared.pid))
+    answers.put([psutil.pid_exists(pid) for pid in (orphan, child)] + [spared.poll() is None])
+    spared.kill()
+    spared.wait()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_orphans_and_the_deaf_are_found_and_others_spared() -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    launcher = context.Process(target=_launch, args=(answers,))
+    launcher.start()
+    orphan, child, _ = answers.get(timeout=30)
+    assert answers.get(timeout=30) == [False, False, True]
+    launcher.join()
+    until = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in (orphan, child)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(pid) for pid in (orphan, child))
