@@ -180,7 +180,7 @@ def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:
 
 
 def _open_files(folder: Path) -> int:
-    """Files of the run folder that this rank writes: those it holds open."""
+    """Files of the run folder that this rank writes: those it holds open (TensorBoard opens its own at times only)."""
     try:
         paths = {file.path for file in psutil.Process().open_files()}  # a log may be open more than once
         return sum(Path(path).is_relative_to(folder.resolve()) for path in paths)

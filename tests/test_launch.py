@@ -92,7 +92,7 @@ def test_a_run_proves_that_two_ranks_hold_one_model(forms: dict[str, Finished], 
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"], "training changes the weights"
     assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
     assert result["proof"]["files_per_rank"]["1"] == 1, "ranks other than 0 write nothing but their log"
-    assert result["proof"]["files_per_rank"]["0"] >= 3, "log, metrics, TensorBoard"
+    assert result["proof"]["files_per_rank"]["0"] >= 2, "log and metrics; TensorBoard's file is open only at times"
 
 
 @pytest.mark.timeout(120)

@@ -70,6 +70,9 @@ def check_folder_root(root: Path) -> None:
         unknown = sorted(set(class_names(folder)) - set(train))
         if unknown:
             raise ValueError(f"data.root={root}: {folder} has a class that train/ has not: {unknown[0]}")
-        for name in class_names(folder):
+        names = class_names(folder)
+        if not names:
+            raise ValueError(f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>")
+        for name in names:
             if next(image_files(folder / name), None) is None:
                 raise ValueError(f"data.root={root}: no image in {folder / name} ({', '.join(IMAGE_SUFFIXES)})")

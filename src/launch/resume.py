@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from yaml import YAMLError
 from src.config.compose import CONF, read_frozen
 from src.config.resolve import global_batch
 from src.config.rules import leaves
-from src.config.schema import Config
+from src.config.schema import Config, TrainConfig
 from src.ownership import is_owned
 from src.records import read_result
 from src.secrets import hide, mask
 
-MUST_STAY = ("model", "data", "seed")  # what makes it the same training; strategy, devices and length may change
+# What makes it the same training; strategy, devices and length may change.
+MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
 
 
@@ -77,7 +79,10 @@ def check_resumable(config: Config, folder: Path) -> None:
         raise ValueError(
             f"{changed[0]}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
         )
-    before = dict(_settings(read_frozen(folder)))
+    frozen = read_frozen(folder)
+    if _is_done(folder) and not _is_longer(config.train, frozen.train):
+        raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
+    before = dict(_settings(frozen))
     for key, value in _settings(config):
         if before.get(key) != value and not key.startswith(("resume", "print_config")):
             print(hide(f"resume: {key}: {before.get(key)} -> {value}"), file=sys.stderr)
@@ -109,6 +114,12 @@ def _differences(config: Config, folder: Path) -> list[str]:
 
 def _settings(config: Config) -> list[tuple[str, Any]]:
     return [(key, value) for key, value, _ in leaves(config)]
+
+
+def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:
+    """Whether any of the three keys that end a training ends it later."""
+    pairs = ((train.max_steps, before.max_steps), (train.early_stop, before.early_stop))
+    return train.epochs > before.epochs or any((new or math.inf) > (old or math.inf) for new, old in pairs)
 
 
 def _is_done(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ class TensorBoard:
 
     def confusion(self, name: str, counts: Tensor, classes: list[str], step: int) -> None:
         """A confusion matrix [true, predicted] of counts, shaded by the share of each true class."""
-        self._writer.add_figure(name, _confusion_figure(counts, classes), step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in a script that matplotlib's font has not: boxes
+            self._writer.add_figure(name, _confusion_figure(counts, classes), step)
 
     def text(self, name: str, text: str) -> None:
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
@@ -70,8 +73,9 @@ def _confusion_figure(counts: Tensor, classes: list[str]) -> Any:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true")
     if len(classes) <= 40:
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), classes)
+        names = [name.encode(errors="replace").decode() for name in classes]  # a folder's name may be no UTF-8
+        axes.set_xticks(range(len(classes)), names, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(classes)), names, parse_math=False)
     if len(classes) <= 20:
         for (row, column), count in zip(
             torch.cartesian_prod(*[torch.arange(len(classes))] * 2).tolist(), counts.flatten(), strict=True

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -67,9 +68,11 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     try:
         _check_sum(path)
         contents = torch.load(path, map_location=device, weights_only=True)
+    except UnpicklingError:  # torch's own words advise to load it all the same
+        raise ValueError(f"{path}: damaged or no checkpoint (it holds more than tensors and plain values)") from None
     except Exception as error:
         raise ValueError(f"{path}: damaged or no checkpoint ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(contents, dict) or not {"model", "format"} <= contents.keys():
+    if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
         raise ValueError(f"{path}: not a checkpoint of this project")
     if contents["format"] > FORMAT:
         raise ValueError(
@@ -131,12 +134,12 @@ def snapshot(trainee: Trainee, progress: Progress, classes: list[str], made_by: 
 
 def restore(trainee: Trainee, contents: dict[str, Any]) -> Progress:
     """Put a snapshot back. Errors: ValueError when it is of another model or optimizer."""
+    missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
+    if missing:
+        raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
     restore_weights(trainee.model, contents)
     progress = Progress(**contents["progress"])
-    try:
-        trainee.optimizer.load_state_dict(contents["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"resume: the checkpoint is of another optimizer ({error})") from None
+    _restore_optimizer(trainee.optimizer, contents)
     if trainee.schedule is not None:
         trainee.schedule.step_update(progress.step)
     if trainee.scaler is not None and contents["scaler"] is not None:
@@ -144,6 +147,18 @@ def restore(trainee: Trainee, contents: dict[str, Any]) -> Progress:
     if trainee.ema is not None and contents["ema"] is not None:
         trainee.ema.module.load_state_dict(contents["ema"])
     return progress
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any]) -> None:
+    """torch takes the state of any optimizer whose parameters are as many, and fails in the first step."""
+    try:
+        optimizer.load_state_dict(contents["optimizer"])
+        for group in optimizer.param_groups:
+            if missing := optimizer.defaults.keys() - group.keys():
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    except (ValueError, KeyError) as error:
+        kind = type(optimizer).__name__
+        raise ValueError(f"resume: the checkpoint is of another optimizer than {kind} ({error})") from None
 
 
 def restore_weights(model: nn.Module, contents: dict[str, Any]) -> None:
