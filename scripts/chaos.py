@@ -218,11 +218,11 @@ def main() -> int:
     chaos = Chaos(
         random.Random(arguments.seed), claim_folder((arguments.out or ROOT / "outputs" / "chaos" / name).resolve())
     )
-    deadline = time.monotonic() + 60 * arguments.minutes
     whole = chaos.base / "undisturbed"
     if chaos.start(whole, arguments.epochs).process.wait(timeout=600) != 0:
         print(f"the undisturbed run failed; see {chaos.base}/console.log", file=sys.stderr)
         return 1
+    deadline = time.monotonic() + 60 * arguments.minutes
     runs, differences = 0, []
     while time.monotonic() < deadline:
         found = chaos.round(whole, arguments.epochs, deadline)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from src.config.names import is_timms
 from src.config.resolve import global_batch, learning_rate
 from src.config.schema import Config
-from src.data.augment import evaluation_transform, train_transform
+from src.data.augment import Preprocessing, evaluation_transform, train_transform
 from src.data.datasets import Images, InMemory, build_images
 from src.data.loading import DeviceFeed, Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
-from src.model import build_ema, build_model, normalisation
+from src.model import build_ema, build_model, check_image_size, preprocessing_for
 from src.optim import build_optimizer, build_schedule
 from src.parallel.single import Single
 from src.telemetry.meters import Meter
@@ -27,6 +29,7 @@ class Parts:
     """Everything a run is made of; loaders are this rank's."""
 
     images: Images
+    preprocessing: Preprocessing
     train: TrainLoader
     evaluation: dict[str, Loader]  # val, and test where the data has it
     trainee: Trainee
@@ -43,8 +46,8 @@ class Parts:
 
 def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
     """Build the parts of a resolved config. Errors: ValueError for arguments that data, model or optimizer refuse."""
-    images, model, evaluation = build_evaluation(config, strategy, local_world_size)
-    train = _build_train(config, images, strategy, model, local_world_size)
+    images, preprocessing, model, evaluation = build_evaluation(config, strategy, local_world_size)
+    train = _build_train(config, images, preprocessing, strategy, local_world_size)
     steps_per_epoch = train.batches_per_epoch // config.train.accumulate
     if steps_per_epoch == 0:
         raise ValueError(
@@ -61,10 +64,11 @@ def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
         optimizer=optimizer,
         schedule=schedule,
         scaler=torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None,
-        ema=build_ema(model, config.model.ema.decay),
+        ema=build_ema(model, config.model.ema),
     )
     return Parts(
         images=images,
+        preprocessing=preprocessing,
         train=train,
         evaluation=evaluation,
         trainee=trainee,
@@ -82,35 +86,48 @@ def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
 
 def build_evaluation(
     config: Config, strategy: Single, local_world_size: int = 1
-) -> tuple[Images, torch.nn.Module, dict[str, Loader]]:
-    """(dataset, model with fresh weights, this rank's loaders of val and test)."""
-    images = build_images(config.data)
-    size = config.data.image_size or images.image_size
-    model = build_model(config.model, images, size, strategy.device)
-    feed, crop_pct = _feed(config, images, strategy, model)
+) -> tuple[Images, Preprocessing, torch.nn.Module, dict[str, Loader]]:
+    """(dataset, what its images go through, model with fresh weights, this rank's loaders of val and test)."""
+    may_download = config.model.pretrained or is_timms(config.data.name)
+    with strategy.one_of_node_first() if may_download else nullcontext():
+        images = build_images(config.data)
+        size = config.data.image_size or images.image_size
+        model = build_model(config.model, len(images.class_names), images.in_chans, size, strategy.device)
+    preprocessing = preprocessing_for(model, config.data, images)
+    check_image_size(model, preprocessing, len(images.class_names), strategy.device)
+    feed = DeviceFeed(strategy.device, preprocessing, config.model.channels_last)
     loaders = {}
     for name, split in (("val", images.val), ("test", images.test)):
         if split is not None:
-            resize_to = None if isinstance(split, InMemory) else size
-            reader = Reader(split, evaluation_transform(resize_to, crop_pct), config.seed, config.data.on_error)
+            transform = None if isinstance(split, InMemory) else evaluation_transform(preprocessing)
+            reader = Reader(split, len(images.class_names), transform, config.seed, config.data.on_error)
             requests = evaluation_requests(split, global_batch(config), strategy.rank, strategy.world_size)
             loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
-    return images, model, loaders
+    return images, preprocessing, model, loaders
 
 
 def _build_train(
-    config: Config, images: Images, strategy: Single, model: torch.nn.Module, local_world_size: int
+    config: Config, images: Images, preprocessing: Preprocessing, strategy: Single, local_world_size: int
 ) -> TrainLoader:
-    split, size = images.train, config.data.image_size or images.image_size
-    feed, _ = _feed(config, images, strategy, model)
+    split = images.train
+    size = config.data.image_size or images.image_size or preprocessing.input_size[-1]
     transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
     requests = train_requests(
-        split, global_batch(config), strategy.rank, strategy.world_size, config.seed, config.data.limit_train
+        split,
+        global_batch(config),
+        strategy.rank,
+        strategy.world_size,
+        config.seed,
+        limit=config.data.limit_train,
+        copies=config.data.augment.aug_repeats,
     )
-    reader = Reader(split, transform, config.seed, config.data.on_error, substitutes=requests.shard.total)
+    reader = Reader(
+        split,
+        len(images.class_names),
+        transform,
+        config.seed,
+        config.data.on_error,
+        substitutes=requests.shard.num_images,
+    )
+    feed = DeviceFeed(strategy.device, preprocessing, config.model.channels_last)
     return TrainLoader(reader, requests, feed, num_workers(config.data, split, local_world_size))
-
-
-def _feed(config: Config, images: Images, strategy: Single, model: torch.nn.Module) -> tuple[DeviceFeed, float]:
-    mean, std, crop_pct = normalisation(model, images)
-    return DeviceFeed(strategy.device, mean, std, config.model.channels_last), crop_pct

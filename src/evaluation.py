@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,32 @@ from src.config.resolve import global_batch, resolve
 from src.config.schema import ParallelConfig
 from src.launch.ranks import Ranks
 from src.parallel import build_strategy
-from src.records import read_result
+from src.trained import find_checkpoint
 from src.training import checkpoint
 from src.training.metrics import evaluate
 
 
-def evaluate_run(folder: Path, split: str, weights: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (split, numbers) for `split` (val, test or all).
+def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (split, numbers) for `split` (val, test or all), of the raw weights and of the averaged ones where there are.
+
+    `wanted` is the checkpoint: best, last or a file; None: what result.json names.
 
     Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
     """
     config = read_frozen(folder)
     config.data.batch_size, config.data.batch_size_per_device = global_batch(config), None
     config.parallel, config.model.sync_bn = ParallelConfig(strategy="single"), False
+    config.model.pretrained, config.model.weights = False, None
     config = resolve(config)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    images, model, loaders = build_evaluation(config, strategy)
-    path = _weights(folder, weights)
-    checkpoint.restore_weights(model, checkpoint.load(path, strategy.device))
+    images, _, model, loaders = build_evaluation(config, strategy)
+    path = find_checkpoint(folder, wanted)
+    contents = checkpoint.load(path, strategy.device)
     chosen = list(loaders) if split == "all" else [split]
-    for name in chosen:
+    for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
         if name not in loaders:
             raise ValueError(f"split={name}: this data has no such split; it has {', '.join(loaders)}")
+        checkpoint.load_weights(model, contents, weights)
         found = evaluate(
             model,
             loaders[name],
@@ -44,21 +49,4 @@ def evaluate_run(folder: Path, split: str, weights: str | None) -> Iterator[tupl
             unreadable=loaders[name].unreadable,
         )
         assert found is not None  # nobody asked it to stop
-        yield name, {"checkpoint": str(path), **found.numbers()}
-
-
-def _weights(folder: Path, wanted: str | None) -> Path:
-    if wanted in ("best", "last"):
-        return folder / "checkpoints" / f"{wanted}.pt"
-    if wanted is not None:
-        return Path(wanted)
-    try:
-        named = read_result(folder).checkpoint
-    except ValueError:
-        named = None
-    if named is not None:
-        return folder / named
-    newest = checkpoint.newest(folder)
-    if newest is None:
-        raise ValueError(f"run={folder}: it has no checkpoint")
-    return newest
+        yield name, {"checkpoint": str(path), "weights": weights, **found.numbers()}

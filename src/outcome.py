@@ -73,7 +73,7 @@ def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progre
         steps = f"{parts.total_steps} (max_steps)"
     return {
         "model": f"{config.model.name}, {count_parameters(parts.trainee.model):,} parameters, {config.train.precision}",
-        "data": f"{config.data.name}, {parts.train.requests.shard.total:,} training images, {dropped} dropped per epoch",
+        "data": f"{config.data.name}, {parts.train.requests.shard.num_images:,} training images, {dropped} dropped per epoch",
         "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
         "batch": f"{batch} global, {per_device} per device"
         + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
@@ -91,7 +91,6 @@ def collect(run: Run, proof: Proof) -> Result:
         raise RuntimeError("the ranks end with different parameters: gradients were not synchronised")
     cpu = strategy.gather(parts.meter.cpu_seconds_per_second())
     state_bytes = strategy.gather(_state_bytes(parts.trainee.optimizer))
-    val = run.evaluations["val"]
     result = Result(
         status="done",
         strategy=strategy.kind,
@@ -110,8 +109,8 @@ def collect(run: Run, proof: Proof) -> Result:
         dropped_per_epoch=parts.train.requests.shard.dropped,
         skipped=_skipped(parts, strategy),
         train={"loss": run.train_loss},
-        val={**val.numbers(), "acc_best": progress.best_acc},
-        test=run.evaluations["test"].numbers() if "test" in run.evaluations else {},
+        val={**_numbers(run, "val"), "acc_best": progress.best_acc},
+        test=_numbers(run, "test"),
         throughput=parts.meter.throughput(),
         memory=strategy.memory(),
         cpu={"seconds_per_second": None if None in cpu else sum(cpu)},
@@ -136,6 +135,14 @@ def collect(run: Run, proof: Proof) -> Result:
     return result
 
 
+def _numbers(run: Run, split: str) -> dict[str, Any]:
+    """Of the newest evaluation of a split, averaged weights beside the raw ones; empty where there is no such split."""
+    raw, ema = run.evaluations.get(split), run.evaluations.get(f"{split}_ema")
+    if raw is None:
+        return {}
+    return raw.numbers() | ({} if ema is None else {"loss_ema": ema.loss, "acc_ema": ema.acc})
+
+
 def objective(result: Result, name: str) -> float | None:
     """The value of `optimized_metric` in a result."""
     if name == "images_per_sec":
@@ -146,9 +153,12 @@ def objective(result: Result, name: str) -> float | None:
 
 def show_end(folder: Path, result: Result) -> None:
     """The last lines: where the run is, how good, and how to look at it."""
-    test = f", test/acc {result.test['acc']:.4f}" if result.test else ""
+    found = f"val/acc {result.val['acc']:.4f} (best {result.val['acc_best']:.4f})"
+    found += f", test/acc {result.test['acc']:.4f}" if result.test else ""
+    of_split = {"val": result.val, "test": result.test}
+    averaged = [f"{split}/acc_ema {n['acc_ema']:.4f}" for split, n in of_split.items() if "acc_ema" in n]
     log.info("run folder   %s", folder)
-    log.info("accuracy     val/acc %.4f (best %.4f)%s", result.val["acc"], result.val["acc_best"], test)
+    log.info("accuracy     %s", ", ".join([found, *averaged]))
     log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import nn
 
 from src.build import build
 from src.config.schema import Config
@@ -159,8 +160,19 @@ class Run:
         self.save(is_best)
 
     def evaluate(self, split: str, epoch: float, may_stop: bool = False) -> bool:
-        """Evaluate the bare model on a split; returns whether it is the best on val so far."""
-        model = self.parts.trainee.model
+        """Evaluate the bare model on a split, and the averaged one; returns whether it is the best on val so far."""
+        trainee, progress, metric = self.parts.trainee, self.progress, self.config.checkpoint.metric
+        raw = self.evaluate_model(trainee.model, split, may_stop)
+        ema = None if trainee.ema is None else self.evaluate_model(trainee.ema.module, split, may_stop)
+        self.evaluations[split] = raw
+        if ema is not None:
+            self.evaluations[f"{split}_ema"] = ema
+        judged = ema if ema is not None and metric.endswith("_ema") else raw
+        is_best = split == "val" and progress.note_evaluation(judged, metric)
+        self.recorder.evaluation(progress.step, epoch, split, raw, ema, progress.best_acc if split == "val" else None)
+        return is_best
+
+    def evaluate_model(self, model: nn.Module, split: str, may_stop: bool) -> Evaluation:
         self.strategy.share_buffers(model)
         loader = self.parts.evaluation[split]
         found = evaluate(
@@ -175,10 +187,7 @@ class Run:
         )
         if found is None:
             self.stop()
-        self.evaluations[split] = found
-        is_best = split == "val" and self.progress.note_evaluation(found, self.config.checkpoint.metric)
-        self.recorder.evaluation(self.progress.step, epoch, split, found, self.progress.best_acc)
-        return is_best
+        return found
 
     def stop(self) -> NoReturn:
         """Save where we are, which may be between two boundaries or before an epoch's evaluation, and leave."""
@@ -197,7 +206,7 @@ class Run:
             return
         best = self.folder / "checkpoints" / "best.pt"
         if self.strategy.gather(best.exists())[0]:
-            checkpoint.restore_weights(self.parts.trainee.model, checkpoint.load(best, self.strategy.device))
+            checkpoint.restore_weights(self.parts.trainee, checkpoint.load(best, self.strategy.device))
         self.evaluate("test", self.progress.epoch)
 
     def save(self, is_best: bool) -> None:
@@ -209,7 +218,10 @@ class Run:
         )
         if self.strategy.is_first:
             made_by = {"strategy": self.strategy.kind, "devices": int(self.config.parallel.devices)}
-            contents = checkpoint.snapshot(self.parts.trainee, self.progress, self.parts.images.class_names, made_by)
+            parts = self.parts
+            contents = checkpoint.snapshot(
+                parts.trainee, self.progress, parts.images.class_names, parts.preprocessing, made_by
+            )
             checkpoint.save(
                 self.folder / "checkpoints", contents, self.progress.step, self.config.checkpoint.keep, is_best
             )

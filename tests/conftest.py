@@ -23,6 +23,7 @@ import pytest
 from src.config.compose import compose_command
 from src.config.resolve import resolve
 from src.config.schema import Config
+from src.data.augment import Preprocessing
 from src.launch.ranks import NEEDED, Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +50,11 @@ def tiny(*overrides: str) -> list[str]:
     """TINY, in which later keys replace earlier ones."""
     chosen = {word.partition("=")[0]: word for word in (*TINY, *overrides)}
     return list(chosen.values())
+
+
+def plain(channels: int, size: int, mean: float = 0.0, std: float = 1 / 255) -> Preprocessing:
+    """The preprocessing of images that have their size; by default their values stay in 0..255."""
+    return Preprocessing((channels, size, size), (mean,) * channels, (std,) * channels, 1.0, "center", "bilinear")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "telemetry": {"config", "records", "machine", "secrets"},
     "data": KNOWN,
     "parallel": KNOWN | {"launch.ranks"},
-    "model": KNOWN | {"data.datasets"},  # what the images are decides head and channels
+    "model": KNOWN | {"data.datasets", "data.augment", "weights"},  # what the images are decides head and channels
+    "weights": set(),
     "optim": KNOWN,
-    "training": KNOWN | {"parallel"},  # the loop speaks to the strategy that it is given
+    "training": KNOWN | {"parallel", "data.augment"},  # the loop speaks to the strategy that it is given
     "environment": {"config", "records", "machine"},
     "launch": {"config", "records", "environment", "machine", "process", "pulse", "ownership", "secrets"},
     "study": {"config", "records", "machine", "process", "ownership", "secrets"},
@@ -53,7 +54,15 @@ FENCES = {
     ),
     r"torch\.distributed": ("src/parallel/", "src/launch/"),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/launch/"),
-    r"timm": ("src/model.py", "src/optim.py", "src/data/", "src/training/"),
+    r"timm": (
+        "src/model.py",
+        "src/cifar_resnet.py",
+        "src/weights.py",
+        "src/export.py",
+        "src/optim.py",
+        "src/data/",
+        "src/training/",
+    ),
 }
 ONLY_TYPES = {("src/run.py", "torch.distributed")}  # may be named for a type checker, not imported when run
 NO_TORCH = (

@@ -45,7 +45,9 @@ def parts_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> 
 
 def contents_of(parts: Parts, step: int = 1) -> Contents:
     progress = Progress(step=step, step_in_epoch=step, best_acc=0.25)
-    return checkpoint.snapshot(parts.trainee, progress, parts.images.class_names, {"strategy": "single", "devices": 1})
+    return checkpoint.snapshot(
+        parts.trainee, progress, parts.images.class_names, parts.preprocessing, {"strategy": "single", "devices": 1}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +259,7 @@ def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_
 )
 def test_a_checkpoint_of_something_else_is_not_put_into_it(before: str, after: str, said: str) -> None:
     kwargs = ("model.kwargs.num_heads=2",) if "embed_dim" in after else ()
-    with pytest.raises(ValueError, match=f"resume: the checkpoint is of {said}") as refusal:
+    with pytest.raises(ValueError, match=f"the checkpoint is of {said}") as refusal:
         checkpoint.restore(parts_of(after, *kwargs).trainee, contents_of(parts_of(before)))
     assert "\n" not in str(refusal.value)
 

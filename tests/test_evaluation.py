@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finished, in_ranks
+from conftest import ROOT, Finished, in_ranks, plain
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,10 +47,10 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
     for num_samples, num_classes in SPLITS:
         data = split(num_samples, num_classes)
         requests = evaluation_requests(data, 6, strategy.rank, strategy.world_size)
-        feed = DeviceFeed(torch.device("cpu"), [0.5], [0.25], channels_last=False)
+        feed = DeviceFeed(torch.device("cpu"), plain(1, 4, 0.5, 0.25), channels_last=False)
         evaluation = metrics.evaluate(
             strategy.for_evaluation(model(num_classes)),
-            Loader(Reader(data, None, 0), requests, feed, 0),
+            Loader(Reader(data, num_classes, None, 0), requests, feed, 0),
             strategy=strategy,
             num_samples=num_samples,
             num_classes=num_classes,

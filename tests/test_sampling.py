@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import in_ranks
+from conftest import in_ranks, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -119,9 +119,9 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     found: dict[int, Tensor] = {}
     for rank in range(world):
-        reader = Reader(split, train_transform(EVERYTHING, 16, resize=False), seed)
+        reader = Reader(split, 10, train_transform(EVERYTHING, 16, resize=False), seed)
         requests = train_requests(split, 6, rank, world, seed)
-        feed = DeviceFeed(torch.device("cpu"), [0.0] * 3, [1 / 255] * 3, channels_last=False)
+        feed = DeviceFeed(torch.device("cpu"), plain(3, 16), channels_last=False)
         loader = TrainLoader(reader, requests, feed, num_workers)
         for request, (images, labels) in zip(_requests(requests, epoch), loader.epoch(epoch), strict=True):
             assert torch.equal(labels, split.labels[request])
@@ -161,7 +161,7 @@ def test_another_epoch_or_seed_makes_other_images() -> None:
 
 def test_a_drawn_image_does_not_depend_on_what_was_drawn_before() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
-    reader = Reader(split, train_transform(EVERYTHING, 16, resize=False), 7)
+    reader = Reader(split, 10, train_transform(EVERYTHING, 16, resize=False), 7)
     first = reader.__getitems__(Request(0, np.array([5])))[0][0]
     reader.__getitems__(Request(0, np.arange(4)))
     torch.rand(100)

@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src import machine
+from src.config.combinations import check_combination
 from src.config.confidential import check_literals, check_words
 from src.config.fences import check_hydra_block, check_search_path
 from src.config.keys import explain, is_known, key_hint
 from src.config.names import hint
-from src.config.rules import check_combination, check_values
+from src.config.rules import check_values
 from src.config.schema import Config
 from src.secrets import hide_in
 

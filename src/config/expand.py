@@ -13,9 +13,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from src import machine
+from src.config.combinations import check_combination
 from src.config.compose import Command, compose_command, to_config
 from src.config.resolve import resolve
-from src.config.rules import check_combination
 from src.config.schema import Config, SearchConfig
 from src.records import write_text
 from src.secrets import hide

@@ -44,6 +44,8 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     text = " ".join(str(cause).split())
     if hasattr(error, "override"):  # Hydra could not parse this word of the command line
         return f"{error.override}: {text.split(' See https')[0]}"
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return f"{found[1]}: is set already, so leave the + away: {found[1]}=…"
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
     if not key:

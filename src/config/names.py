@@ -28,6 +28,11 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; allowed: {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
 
 
+def is_timms(name: str) -> bool:
+    """A dataset by the name that timm's factory knows: `torch/cifar10`, `hfds/<name>`, `wds/…`, or `tar`."""
+    return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
+
+
 def is_own_class(name: str) -> bool:
     """`src.<module>.<Class>`: a class of this project, the only kind of class a config may name."""
     return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 
 from src import machine
 from src.config.schema import Config
@@ -30,6 +32,7 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
         config.data.batch_size = DEFAULT_BATCH_SIZE
     _check_batch(config)
+    _check_compiler(config)
     return config
 
 
@@ -133,3 +136,17 @@ def _check_batch(config: Config) -> None:
         batch // devices if strategy == "ddp" else batch
     ) % 2:
         raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")
+
+
+def _check_compiler(config: Config) -> None:
+    """torch.compile would say so only in the first step, over two screens."""
+    if not config.model.compile:
+        return
+    if config.parallel.accelerator == "cpu":
+        names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+        what = "a C++ compiler; install g++ (apt install g++), or name one in CXX"
+    else:
+        names = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
+        what = "a C compiler; install gcc (apt install gcc), or name one in CC"
+    if not any(name and shutil.which(name) for name in names):
+        raise ValueError(f"model.compile=true: needs {what}")

@@ -1,4 +1,4 @@
-"""Rules that a config must keep before anything starts: bounds and words from the schema, then rules across groups.
+"""Rules for single values of a config: the bounds and words of the schema, and names that must exist elsewhere.
 
 Each refusal is one line that names the key, the value and the remedy. No torch here.
 """
@@ -11,17 +11,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from src.config.names import hint, is_own_class, own_class_exists, timm_models, timm_optimizers, timm_tags
+from src.config.names import hint, is_own_class, is_timms, own_class_exists, timm_models, timm_optimizers, timm_tags
 from src.config.schema import Config
 
 DATASETS = ("digits", "folder", "synthetic")
-DP_ONLY = ("dim", "loss_in_replica")
-DDP_ONLY = (
-    "bucket_cap_mb",
-    "broadcast_buffers",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
+TORCHVISION = (
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "kmnist",
+    "fashion_mnist",
+    "qmnist",
+    "places365",
+    "inaturalist",
+    "imagenet",
 )
 AUTO_AUGMENT = (  # the strings that timm.data.auto_augment reads
     r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
@@ -36,6 +39,8 @@ OBJECTIVES = (
     "val/acc_best",
     "val/acc5",
     "val/loss",
+    "val/acc_ema",
+    "val/loss_ema",
     "train/loss",
     "test/acc",
     "test/loss",
@@ -65,18 +70,17 @@ def check_values(config: Config) -> None:
     _augment(config)
 
 
-def check_combination(config: Config) -> None:
-    """Refuse keys that do not go together; in a sweep such a point is skipped. Errors as `check_values`."""
-    for rule in (_batch, _strategy, _time):
-        rule(config)
-
-
 def _check_leaf(key: str, value: Any, bounds: Any) -> None:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"{key}={value}: must be finite")
     if value is None:
         return
+    if key == "optim.sched" and value == "plateau":
+        raise ValueError(
+            "optim.sched=plateau: follows a metric instead of the step, cannot be gone on with, and timm is removing it; "
+            "use cosine or wsd"
+        )
     choices = bounds.get("choices")
     if choices and value not in choices:
         raise ValueError(f"{key}={value}: allowed: {', '.join(choices)}")
@@ -111,8 +115,11 @@ def _known_names(config: Config) -> None:
         raise ValueError("search.storage: give sqlite:///<file>, postgresql://… or mysql://…")
     if opt not in timm_optimizers():
         raise ValueError(f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}")
-    if not is_own_class(data) and data not in DATASETS:
-        raise ValueError(f"data.name={data}: no such data{hint(data, DATASETS)}")
+    if opt == "adahessian":
+        raise ValueError(
+            "optim.opt=adahessian: needs second derivatives of the loss, which training here does not take"
+        )
+    _check_dataset(data)
     if config.optimized_metric not in OBJECTIVES:
         raise ValueError(f"optimized_metric={config.optimized_metric}: allowed: {', '.join(OBJECTIVES)}")
 
@@ -126,62 +133,20 @@ def _check_timm_model(name: str) -> None:
         raise ValueError(f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}")
 
 
+def _check_dataset(name: str) -> None:
+    kind, _, rest = name.partition("/")
+    if kind in ("tfds", "hfids"):
+        raise ValueError(
+            f"data.name={name}: a stream, whose images have no numbers to shard and resume by; use hfds/… or wds"
+        )
+    if kind == "torch" and rest not in TORCHVISION:
+        raise ValueError(f"data.name={name}: timm has no such dataset{hint(rest, TORCHVISION)}")
+    if not (is_own_class(name) or is_timms(name) or name in DATASETS):
+        raise ValueError(f"data.name={name}: no such data{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…")
+
+
 def _augment(config: Config) -> None:
     """timm only asserts that it can read these words, in the first batch."""
     aa = config.data.augment.aa
     if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
         raise ValueError(f"data.augment.aa={aa}: give timm's words, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0")
-
-
-def _batch(config: Config) -> None:
-    data, augment = config.data, config.data.augment
-    if data.batch_size is not None and data.batch_size_per_device is not None:
-        raise ValueError(
-            f"data.batch_size={data.batch_size} and data.batch_size_per_device={data.batch_size_per_device}: "
-            "set one of them (the other to null)"
-        )
-    for key, pair in (("scale", augment.scale), ("ratio", augment.ratio)):
-        if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
-            raise ValueError(f"data.augment.{key}={pair}: give two numbers, [smallest, largest], above 0")
-    if augment.ratio is not None and augment.scale is None:
-        raise ValueError(f"data.augment.ratio={augment.ratio}: has no effect without data.augment.scale")
-
-
-def _strategy(config: Config) -> None:
-    parallel, model, strategy = config.parallel, config.model, config.parallel.strategy
-    if strategy == "single" and parallel.devices not in ("auto", 1):
-        raise ValueError(
-            f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp"
-        )
-    for owner, keys in (("dp", DP_ONLY), ("ddp", DDP_ONLY)):
-        for key in keys:
-            if getattr(parallel, key) is not None and strategy != owner:
-                raise ValueError(
-                    f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
-                )
-    for key in ("device_ids", "output_device"):
-        if getattr(parallel, key) is not None and strategy not in ("dp", "ddp"):
-            raise ValueError(
-                f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
-            )
-    if parallel.max_restarts and strategy != "ddp":
-        raise ValueError(f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}")
-    if model.compile and strategy == "dp":
-        raise ValueError(
-            "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
-        )
-    if model.sync_bn and strategy != "ddp":
-        raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
-
-
-def _time(config: Config) -> None:
-    optim, train = config.optim, config.train
-    if optim.warmup_epochs + optim.cooldown_epochs >= train.epochs and optim.sched not in ("none", "constant"):
-        raise ValueError(
-            f"optim.warmup_epochs={optim.warmup_epochs}: warm-up and cool-down must be shorter than "
-            f"train.epochs={train.epochs}"
-        )
-    if train.early_stop is not None and train.evaluate_every == 0:
-        raise ValueError(f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0")
-    if optim.sched == "multistep" and not optim.decay_milestones:
-        raise ValueError("optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)")

@@ -28,12 +28,14 @@ def free_dict() -> Any:
 @dataclass
 class EmaConfig:
     decay: float | None = number(None, above=0, most=1)  # None: no averaged weights; 0.9998 is timm's default
+    warmup: bool = True  # let the average follow quickly at first
 
 
 @dataclass
 class ModelConfig:
     name: str = "resnet18"  # any timm name, or `src.<module>.<Class>` of your own
-    pretrained: bool = False
+    pretrained: bool = False  # timm's own weights, from the Hugging Face hub or its cache
+    weights: str | None = None  # a file: .safetensors, or a checkpoint of this project or of timm
     num_classes: int | None = number(None, least=1)  # None: from the data
     in_chans: int | None = number(None, least=1)  # None: from the data
     kwargs: dict[str, Any] = free_dict()  # to timm.create_model
@@ -50,21 +52,33 @@ class AugmentConfig:
 
     scale: list[float] | None = None  # area range of the random resized crop; None: resize, no random crop
     ratio: list[float] | None = None  # aspect range of that crop; None: timm's 3/4 to 4/3
+    interpolation: str = choice("bilinear", "bilinear", "bicubic", "random")  # of crops; timm's train_interpolation
+    crop_padding: int = number(0, least=0)  # pixels of black around images of one size, then a random crop
     hflip: float = number(0.0, least=0, most=1)
     color_jitter: float | None = number(None, least=0)
     aa: str | None = None  # timm's strings, e.g. rand-m9-mstd0.5-inc1
     reprob: float = number(0.0, least=0, most=1)
     mixup: float = number(0.0, least=0)
     cutmix: float = number(0.0, least=0)
+    aug_repeats: int = number(
+        1, least=1
+    )  # copies of an image in a batch, each with its own draws; as many fewer images
 
 
 @dataclass
 class DataConfig:
-    name: str = "digits"  # digits | folder | synthetic, or `src.<module>.<Class>` of your own
+    name: str = "digits"  # digits | folder | synthetic, a name of timm's, or `src.<module>.<Class>` of your own
     root: str | None = None
     batch_size: int | None = number(64, least=1)  # global: all devices together
     batch_size_per_device: int | None = number(None, least=1)  # instead of batch_size (weak scaling)
-    image_size: int | None = number(None, least=1)  # pixels; None: the data's own
+    image_size: int | None = number(None, least=1)  # pixels; None: the data's own, else the model's
+    eval_image_size: int | None = number(None, least=1)  # None: image_size
+    mean: list[float] | None = None  # per channel, of images in 0..1; None: the data's own, else the model's
+    std: list[float] | None = None
+    crop_pct: float | None = number(
+        None, above=0, most=1
+    )  # share of an evaluation image's side that is seen; None: the model's
+    interpolation: str | None = choice(None, "bilinear", "bicubic")  # of evaluation images; None: the model's
     workers: int | str = "auto"  # loader processes per rank; auto: 0 for data in memory
     on_error: str = choice("raise", "raise", "skip")  # an unreadable image: end the run by its name, or leave it out
     limit_train: int | None = number(None, least=1)  # use only the first N training images
@@ -97,6 +111,7 @@ class ParallelConfig:
     find_unused_parameters: bool | None = None
     gradient_as_bucket_view: bool | None = None
     static_graph: bool | None = None
+    dist_bn: str | None = choice(None, "broadcast", "reduce")  # BatchNorm statistics that are evaluated; None: rank 0's
 
 
 @dataclass
@@ -112,12 +127,15 @@ class OptimConfig:
     kwargs: dict[str, Any] = free_dict()  # to the optimizer, e.g. {betas: [0.9, 0.95]}
     lr_rule: str = choice("none", "none", "linear", "sqrt")
     lr_base_batch: int = number(256, least=1)  # lr is meant for this batch when lr_rule is not none
-    sched: str = choice("cosine", "none", "constant", "cosine", "tanh", "step", "multistep", "poly", "wsd")
+    sched: str = choice("cosine", "none", "constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
+    sched_kwargs: dict[str, Any] = free_dict()  # to timm's create_scheduler_v2, e.g. {cycle_limit: 2, k_decay: 0.5}
     warmup_epochs: float = number(0.0, least=0)
     warmup_lr: float = number(1e-5, least=0)
     min_lr: float = number(0.0, least=0)
     cooldown_epochs: float = number(0.0, least=0)
-    decay_epochs: float | None = number(None, above=0)  # step: epochs between two drops
+    decay_epochs: float | None = number(
+        None, above=0
+    )  # step: epochs between two drops; wsd, rsqrt: of the decay at the end
     decay_milestones: list[float] | None = None  # multistep: the epochs of the drops
     decay_rate: float = number(0.1, above=0)
 
@@ -132,6 +150,7 @@ class TrainConfig:
     early_stop: int | None = number(None, least=1)  # evaluations without a better `checkpoint.metric`
     loss: str = choice("ce", "ce", "bce")
     smoothing: float = number(0.0, least=0, most=1)
+    bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
     log_every: int = number(10, least=1)  # steps between two logged lines
     on_nonfinite: str = choice(
         "stop", "stop", "skip"
@@ -143,7 +162,7 @@ class TrainConfig:
 class CheckpointConfig:
     every_steps: int | None = number(None, least=1)  # None: at the end of every epoch
     keep: int = number(1, least=1)  # step_N.pt files kept beside last.pt and best.pt
-    metric: str = choice("val/acc", "val/acc", "val/loss")
+    metric: str = choice("val/acc", "val/acc", "val/loss", "val/acc_ema", "val/loss_ema")
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,19 @@ from src.draws import seed_for
 Transform = Callable[[Tensor], Tensor]
 
 
-def train_transform(config: AugmentConfig, size: int | None, resize: bool) -> Transform | None:
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to what the model takes in evaluation; timm's names, under which an export carries it on."""
+
+    input_size: tuple[int, int, int]  # channels, height, width
+    mean: tuple[float, ...]  # per channel, of images in 0..1
+    std: tuple[float, ...]
+    crop_pct: float  # the side of what is seen over that of the whole image, both after resizing
+    crop_mode: str  # center, or squash: no side is longer, both are resized
+    interpolation: str  # bilinear or bicubic
+
+
+def train_transform(config: AugmentConfig, size: int, resize: bool) -> Transform | None:
     """uint8 [C, H, W] -> uint8 [C, size, size], with random draws; None where nothing is asked for.
 
     `resize`: whether the images come in other sizes than `size`.
@@ -25,14 +39,15 @@ def train_transform(config: AugmentConfig, size: int | None, resize: bool) -> Tr
 
     steps: list[Any] = []
     if config.scale is not None:
-        ratio = config.ratio or (3 / 4, 4 / 3)
-        steps.append(v2.RandomResizedCrop(_known(size), tuple(config.scale), tuple(ratio), antialias=True))
+        steps.append(_random_resized_crop(config, size))
     elif resize:
-        steps += [v2.Resize(_known(size), antialias=True), v2.CenterCrop(_known(size))]
+        steps += [v2.Resize(size, _mode(config.interpolation), antialias=True), v2.CenterCrop(size)]
+    if config.crop_padding:
+        steps.append(v2.RandomCrop(size, padding=config.crop_padding))
     if config.hflip:
         steps.append(v2.RandomHorizontalFlip(config.hflip))
     if config.aa:
-        steps.append(_TimmAutoAugment(config.aa, _known(size)))
+        steps.append(_TimmAutoAugment(config.aa, size))
     if config.color_jitter:
         steps.append(v2.ColorJitter(*[config.color_jitter] * 3))
     if config.reprob:
@@ -40,13 +55,16 @@ def train_transform(config: AugmentConfig, size: int | None, resize: bool) -> Tr
     return v2.Compose(steps) if steps else None
 
 
-def evaluation_transform(size: int | None, crop_pct: float) -> Transform | None:
-    """Shorter side to size / crop_pct, then the centre. None where the data has one size already."""
+def evaluation_transform(preprocessing: Preprocessing) -> Transform:
+    """Shorter side to size / crop_pct, then the centre, as timm does. uint8 [C, any, any] -> uint8 `input_size`."""
     from torchvision.transforms import v2
 
-    if size is None:
-        return None
-    return v2.Compose([v2.Resize(round(size / crop_pct), antialias=True), v2.CenterCrop(size)])
+    _, height, width = preprocessing.input_size
+    resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
+    if preprocessing.crop_mode != "squash":
+        resized = [min(resized)]
+    mode = _mode(preprocessing.interpolation)
+    return v2.Compose([v2.Resize(resized, mode, antialias=True), v2.CenterCrop((height, width))])
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:
@@ -57,10 +75,20 @@ def seed_draws(seed: int, epoch: int, index: int) -> None:
     np.random.seed(mixed & 0xFFFFFFFF)
 
 
-def _known(size: int | None) -> int:
-    if size is None:
-        raise ValueError("data.image_size=null: random crops need a size; set it")
-    return size
+def _random_resized_crop(config: AugmentConfig, size: int) -> Any:
+    from torchvision.transforms import v2
+
+    assert config.scale is not None
+    scale, ratio = tuple(config.scale), tuple(config.ratio or (3 / 4, 4 / 3))
+    modes = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+    crops = [v2.RandomResizedCrop(size, scale, ratio, _mode(mode), antialias=True) for mode in modes]
+    return crops[0] if len(crops) == 1 else v2.RandomChoice(crops)
+
+
+def _mode(name: str) -> Any:
+    from torchvision.transforms import InterpolationMode
+
+    return InterpolationMode.BICUBIC if name == "bicubic" else InterpolationMode.BILINEAR
 
 
 class _TimmAutoAugment:

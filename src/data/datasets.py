@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from src.config.names import is_timms
 from src.config.schema import DataConfig
+from src.data.decode import decode_file
 from src.data.folders import class_names, image_files
 
 Sample = tuple[Tensor, int]
@@ -130,45 +132,7 @@ class FolderSplit:
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
-        return decode(path), label
-
-
-class UnreadableImageError(ValueError):
-    """A sample that cannot be read. A dataset of your own may raise it too: `data.on_error=skip` leaves only these out."""
-
-
-def decode(path: Path) -> Tensor:
-    """The image as uint8 RGB [3, H, W], upright as its EXIF says; transparency is ignored, as torchvision's ImageFolder does.
-
-    Errors: UnreadableImageError naming a file that is no image, or only a part of one.
-    """
-    from torchvision.io import ImageReadMode, decode_jpeg, read_file
-
-    if path.suffix.lower() in (".jpg", ".jpeg"):
-        try:  # about twice as fast as PIL
-            return decode_jpeg(read_file(str(path)), mode=ImageReadMode.RGB, apply_exif_orientation=True)
-        except RuntimeError:
-            pass  # a suffix that lies, or a damaged file: PIL tells them apart
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            upright = _eight_bit(ImageOps.exif_transpose(image)).convert("RGB")
-            return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableImageError(f"{path}: not a readable image ({error}); remove or replace it") from None
-
-
-def _eight_bit(image: Any) -> Any:
-    """Grey images of 16 bits (or of floats in 0..1) scaled to 8; PIL's own conversion clips them to white."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # I;16, and I for the same in some formats
-        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
-    if image.mode == "F":
-        values = np.asarray(image)
-        return Image.fromarray((values * (255 if values.max(initial=0) <= 1 else 1)).clip(0, 255).astype(np.uint8))
-    return image
+        return decode_file(path), label
 
 
 def build_images(config: DataConfig) -> Images:
@@ -176,6 +140,8 @@ def build_images(config: DataConfig) -> Images:
     own = {"digits": Digits, "synthetic": Synthetic, "folder": Folder}
     if config.name in own:
         kind: Any = own[config.name]
+    elif is_timms(config.name):
+        from src.data.timms import TimmImages as kind
     else:
         module, _, name = config.name.rpartition(".")
         kind = getattr(importlib.import_module(module), name)

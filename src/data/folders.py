@@ -38,6 +38,8 @@ def check_data(data: DataConfig) -> None:
         if data.root is None:
             raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
         check_folder_root(Path(data.root))
+    elif data.name.partition("/")[0] in ("tar", "wds") and not (data.root and Path(data.root).is_dir()):
+        raise ValueError(f"data.root={data.root}: no such folder; give the one that holds the tars")
 
 
 def training_size(data: DataConfig) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from src import machine
 from src.config.schema import DataConfig
-from src.data.augment import Transform, seed_draws
-from src.data.datasets import InMemory, Split, UnreadableImageError
+from src.data.augment import Preprocessing, Transform, seed_draws
+from src.data.datasets import InMemory, Split
+from src.data.decode import UnreadableImageError
 from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
 from src.process import die_with_parent, ignore_stop_signals
 
@@ -25,29 +26,49 @@ class Reader:
     """Answers a Request with a batch of uint8 images and labels; runs in loader workers, or in the rank itself."""
 
     def __init__(
-        self, split: Split, transform: Transform | None, seed: int, on_error: str = "raise", substitutes: int = 0
+        self,
+        split: Split,
+        num_classes: int,
+        transform: Transform | None,
+        seed: int,
+        on_error: str = "raise",
+        substitutes: int = 0,
     ) -> None:
         """An unreadable image ends the run (`on_error=raise`), or is skipped: replaced by the next readable one among the
 
         first `substitutes` of the split, so that a training batch keeps its size on every rank; with 0, left out.
         """
-        self.split, self.transform, self.seed = split, transform, seed
+        self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
         self.on_error, self.substitutes = on_error, substitutes
+        self.num_images = substitutes or len(split)  # an index above it is a further copy of an image
+        if isinstance(split, InMemory):
+            self._check_labels(split.labels)
 
     def __getitems__(self, request: Request) -> Fetched:  # what torch's fetcher calls with a whole batch
         if isinstance(self.split, InMemory) and self.transform is None:
-            indices = torch.from_numpy(request.indices)
+            indices = torch.from_numpy(request.indices % self.num_images)
             return self.split.images[indices], self.split.labels[indices], []
         unreadable: list[int] = []
         found = [self._sample(request.epoch, index, unreadable) for index in request.indices.tolist()]
         samples = [sample for sample in found if sample is not None]
         if not samples:
             return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
-        images, labels = zip(*samples, strict=True)
-        return torch.stack(images), torch.tensor(labels), unreadable
+        images, targets = zip(*samples, strict=True)
+        labels = torch.tensor(targets)
+        self._check_labels(labels)
+        return torch.stack(images), labels, unreadable
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """On a GPU a label outside the head would end the process without a word about labels."""
+        if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < self.num_classes):
+            raise ValueError(
+                f"the data has labels from {int(labels.min())} to {int(labels.max())}, but {self.num_classes} classes "
+                "(0 is the first): mend the labels or the dataset's class_names"
+            )
 
     def _sample(self, epoch: int, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
-        found = self.split[index] if self.on_error == "raise" else self._readable(index, unreadable)
+        image_index = index % self.num_images
+        found = self.split[image_index] if self.on_error == "raise" else self._readable(image_index, unreadable)
         if found is None:
             return None
         image, label = found
@@ -72,11 +93,10 @@ class Reader:
 class DeviceFeed:
     """Moves batches to a device and normalises them there: a quarter of the bytes of float images travel."""
 
-    def __init__(self, device: torch.device, mean: Iterable[float], std: Iterable[float], channels_last: bool) -> None:
-        """`mean` and `std` are per channel, of images in 0..1."""
+    def __init__(self, device: torch.device, preprocessing: Preprocessing, channels_last: bool) -> None:
         self.device = device
-        self.mean = torch.tensor(list(mean), device=device).view(1, -1, 1, 1) * 255
-        self.inverse_std = 1 / (torch.tensor(list(std), device=device).view(1, -1, 1, 1) * 255)
+        self.mean = torch.tensor(preprocessing.mean, device=device).view(1, -1, 1, 1) * 255
+        self.inverse_std = 1 / (torch.tensor(preprocessing.std, device=device).view(1, -1, 1, 1) * 255)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: Batch) -> Batch:
@@ -141,10 +161,17 @@ class TrainLoader(Loader):
 
 
 def train_requests(
-    split: Split, batch_size: int, rank: int, world_size: int, seed: int, limit: int | None = None
+    split: Split,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    *,
+    limit: int | None = None,
+    copies: int = 1,
 ) -> BatchRequests:
-    """`batch_size` is the global one; `limit` uses only the first so many images."""
-    return BatchRequests(EpochShard(min(len(split), limit or len(split)), batch_size, rank, world_size, seed))
+    """`batch_size` is the global one; `limit` uses only the first so many images; `copies` as in EpochShard."""
+    return BatchRequests(EpochShard(min(len(split), limit or len(split)), batch_size, rank, world_size, seed, copies))
 
 
 def evaluation_requests(split: Split, batch_size: int, rank: int, world_size: int) -> EvaluationRequests:

@@ -24,30 +24,40 @@ class EpochShard(DistributedSampler[Any]):
 
     Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches of size B/w together
     are the n-th global batch of size B. What does not fill a global batch is dropped, on all ranks alike.
+
+    With `copies` c (repeated augmentation, Hoffer et al. 2020, arXiv:1901.09335) an epoch is as long, of a c-th of the
+    images; copy k of image i is the index i + k x num_samples, so that each has draws of its own, and copies are
+    neighbours, so that ddp spreads them over its ranks.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int, copies: int = 1
+    ) -> None:
         """`batch_size` is the global one. Errors: ValueError when there are fewer samples than that."""
         if num_samples < batch_size:
             raise ValueError(
                 f"data.batch_size={batch_size}: larger than the training split ({num_samples} images); use at most that"
             )
         super().__init__(range(num_samples), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
-        self.total, self.batch_size = num_samples, batch_size
+        self.num_images, self.batch_size, self.copies = num_samples, batch_size, copies
         self.batches_per_epoch = num_samples // batch_size
         self.dropped = num_samples % batch_size
 
     def shard(self) -> Tensor:
         """This rank's indices of the epoch given to `set_epoch`, in order: int64 [batches x batch/world]."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)  # as DistributedSampler draws
-        order = torch.randperm(self.total, generator=generator)
+        order = torch.randperm(self.num_images, generator=generator)
+        if self.copies > 1:
+            chosen = order[: -(-self.num_images // self.copies)]
+            order = (chosen[:, None] + torch.arange(self.copies) * self.num_images).flatten()
         return order[: self.batches_per_epoch * self.batch_size][self.rank :: self.num_replicas]
 
     def global_batches(self, first: int, count: int) -> list[int]:
-        """All ranks' indices of this epoch's batches `first` to `first + count`."""
-        everyone = EpochShard(self.total, self.batch_size, 0, 1, self.seed)
+        """The images that all ranks read in this epoch's batches `first` to `first + count`."""
+        everyone = EpochShard(self.num_images, self.batch_size, 0, 1, self.seed, self.copies)
         everyone.set_epoch(self.epoch)
-        return everyone.shard()[first * self.batch_size : (first + count) * self.batch_size].tolist()  # type: ignore[no-any-return]
+        indices = everyone.shard()[first * self.batch_size : (first + count) * self.batch_size]
+        return (indices % self.num_images).tolist()  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.shard().tolist())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -75,19 +76,33 @@ class Distributed(Single):
 
     def gather(self, value: Any) -> list[Any]:
         """As JSON: torch's all_gather_object would unpickle whatever the other end of a connection sends."""
+        # The second is its name up to torch 2.13.
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         device = self.device if self.config.backend == "nccl" else torch.device("cpu")
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()], device=device))
+        gather(sizes, torch.tensor([own.numel()], device=device))
         longest = int(sizes.max())
         texts = torch.empty(self.world_size * longest, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
+        gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
         rows = zip(texts.view(self.world_size, longest).cpu().numpy(), sizes.tolist(), strict=True)
         return [json.loads(row[:size].tobytes()) for row, size in rows]
 
     def share_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+            if self.config.dist_bn == "reduce" and buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer.div_(self.world_size)
+            else:
+                dist.broadcast(buffer, src=0)
+
+    @contextmanager
+    def one_of_node_first(self) -> Iterator[None]:
+        if self.local_rank > 0:
+            dist.barrier()
+        yield
+        if self.local_rank == 0:
+            dist.barrier()
 
     def barrier(self) -> None:
         dist.barrier()

@@ -82,6 +82,10 @@ class Single:
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers, so that BatchNorm statistics are the same in evaluation."""
 
+    def one_of_node_first(self) -> AbstractContextManager[Any]:
+        """Inside, one rank of each node goes first and the others follow: what it downloads, they find."""
+        return nullcontext()
+
     def barrier(self) -> None:
         """Wait for all ranks."""
 

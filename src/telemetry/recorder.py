@@ -54,11 +54,16 @@ class Recorder:
         self._write(report.step, report.epoch, values)
         self._console.step(report.step, report.loss, images_per_sec)
 
-    def evaluation(self, step: int, epoch: float, split: str, found: Evaluation, best: float | None) -> None:
+    def evaluation(
+        self, step: int, epoch: float, split: str, raw: Evaluation, ema: Evaluation | None, best: float | None
+    ) -> None:
+        """`ema` is of the averaged weights; `best` the best accuracy so far."""
         if self._metrics is None:
             return
-        values = {f"{split}/loss": found.loss, f"{split}/acc": found.acc, f"{split}/acc5": found.acc5}
-        self._write(step, epoch, values | ({} if best is None else {f"{split}/acc_best": best}))
+        values = {f"{split}/loss": raw.loss, f"{split}/acc": raw.acc, f"{split}/acc5": raw.acc5}
+        if ema is not None:
+            values |= {f"{split}/loss_ema": ema.loss, f"{split}/acc_ema": ema.acc}
+        self._write(step, epoch, values | {f"{split}/acc_best": best})
 
     def memory(self, step: int, epoch: float, entries: list[dict[str, Any]]) -> None:
         if self._metrics is None:
@@ -75,8 +80,10 @@ class Recorder:
     def epoch(self, epoch: int, epochs: int, loss: float, evaluations: dict[str, Evaluation], best: float) -> None:
         """One line on the console."""
         if self.enabled:
-            val = evaluations.get("val")
-            found = f"  val/loss {val.loss:.4f}  val/acc {val.acc:.4f}  best {best:.4f}" if val else ""
+            val, ema = evaluations.get("val"), evaluations.get("val_ema")
+            found = f"  val/loss {val.loss:.4f}  val/acc {val.acc:.4f}" if val else ""
+            found += f"  ema {ema.acc:.4f}" if ema else ""
+            found += f"  best {best:.4f}" if val else ""
             log.info("epoch %d/%d  train/loss %.4f%s", epoch, epochs, loss, found)
 
     def end(self, config: Config, result: Result, evaluations: dict[str, Evaluation], classes: list[str]) -> None:

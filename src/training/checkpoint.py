@@ -19,12 +19,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
+from src.data.augment import Preprocessing
 from src.records import write_text
 from src.training.loop import Progress, Trainee
 
@@ -56,8 +56,8 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     later = [path for path in steps if _step_of(path) > step]  # of an attempt that a resumed run has left behind
     earlier = [path for path in steps if _step_of(path) < step]
     for old in later + earlier[: max(0, len(earlier) - keep + 1)]:
+        _sidecar(old).unlink(missing_ok=True)  # first: killed in between, the next save finds the rest
         old.unlink()
-        _sidecar(old).unlink(missing_ok=True)
     return folder / "last.pt"
 
 
@@ -68,10 +68,11 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     try:
         _check_sum(path)
         contents = torch.load(path, map_location=device, weights_only=True)
-    except UnpicklingError:  # torch's own words advise to load it all the same
-        raise ValueError(f"{path}: damaged or no checkpoint (it holds more than tensors and plain values)") from None
     except Exception as error:
-        raise ValueError(f"{path}: damaged or no checkpoint ({' '.join(str(error).split())[:200]})") from None
+        reason = " ".join(str(error).split())[:200]
+        if type(error).__name__ == "UnpicklingError":  # torch's own words advise to load it all the same
+            reason = "it holds more than tensors and plain values"
+        raise ValueError(f"{path}: damaged or no checkpoint ({reason})") from None
     if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
         raise ValueError(f"{path}: not a checkpoint of this project")
     if contents["format"] > FORMAT:
@@ -119,8 +120,13 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def snapshot(trainee: Trainee, progress: Progress, classes: list[str], made_by: dict[str, Any]) -> dict[str, Any]:
-    """Everything a run needs to go on: tensors and plain values. Schedule and random draws are functions of the step."""
+def snapshot(
+    trainee: Trainee, progress: Progress, classes: list[str], preprocessing: Preprocessing, made_by: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything a run needs to go on, and its model to be used: tensors and plain values.
+
+    Schedule and random draws are functions of the step.
+    """
     return {
         "model": trainee.model.state_dict(),
         "optimizer": trainee.optimizer.state_dict(),
@@ -128,6 +134,7 @@ def snapshot(trainee: Trainee, progress: Progress, classes: list[str], made_by: 
         "ema": None if trainee.ema is None else trainee.ema.module.state_dict(),
         "progress": dataclasses.asdict(progress),
         "classes": list(classes),
+        "preprocessing": dataclasses.asdict(preprocessing),
         "made_by": made_by,
     }
 
@@ -137,15 +144,13 @@ def restore(trainee: Trainee, contents: dict[str, Any]) -> Progress:
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
-    restore_weights(trainee.model, contents)
+    restore_weights(trainee, contents)
     progress = Progress(**contents["progress"])
     _restore_optimizer(trainee.optimizer, contents)
     if trainee.schedule is not None:
         trainee.schedule.step_update(progress.step)
     if trainee.scaler is not None and contents["scaler"] is not None:
         trainee.scaler.load_state_dict(contents["scaler"])
-    if trainee.ema is not None and contents["ema"] is not None:
-        trainee.ema.module.load_state_dict(contents["ema"])
     return progress
 
 
@@ -161,12 +166,21 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any
         raise ValueError(f"resume: the checkpoint is of another optimizer than {kind} ({error})") from None
 
 
-def restore_weights(model: nn.Module, contents: dict[str, Any]) -> None:
-    """Errors: ValueError when the weights are of another architecture."""
+def restore_weights(trainee: Trainee, contents: dict[str, Any]) -> None:
+    """The model's, and the averaged ones where there are. Errors: ValueError when they are of another architecture."""
+    load_weights(trainee.model, contents, "model")
+    if trainee.ema is not None and contents["ema"] is not None:
+        load_weights(trainee.ema.module, contents, "ema")
+
+
+def load_weights(model: nn.Module, contents: dict[str, Any], which: str) -> None:
+    """`which` is model or ema. Errors: ValueError when they are not there, or of another architecture."""
+    if contents.get(which) is None:
+        raise ValueError(f"weights={which}: the checkpoint has no averaged weights; the run had no model.ema.decay")
     try:
-        model.load_state_dict(contents["model"])
+        model.load_state_dict(contents[which])
     except RuntimeError as error:
-        raise ValueError(f"resume: the checkpoint is of another model ({' '.join(str(error).split())[:300]})") from None
+        raise ValueError(f"the checkpoint is of another model ({' '.join(str(error).split())[:300]})") from None
 
 
 def _summary(contents: dict[str, Any]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Progress:
         self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0
 
     def note_evaluation(self, found: Evaluation, metric: str) -> bool:
-        """Keep the books of an evaluation on val; returns whether it is the best by `metric` (val/acc or val/loss)."""
-        value = found.acc if metric == "val/acc" else -found.loss
+        """Keep the books of the evaluation on val that `metric` is of; returns whether it is the best so far."""
+        value = found.acc if metric.startswith("val/acc") else -found.loss
         self.best_acc = max(self.best_acc, found.acc)
         is_best = self.best is None or value > self.best
         self.best = value if is_best else self.best

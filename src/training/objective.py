@@ -14,7 +14,7 @@ from src.draws import seed_for
 def build_criterion(config: TrainConfig, augment: AugmentConfig) -> nn.Module:
     """Maps outputs [B, classes] and targets ([B], or [B, classes] under mixup) to a mean loss."""
     if config.loss == "bce":
-        return BinaryCrossEntropy(smoothing=config.smoothing)
+        return BinaryCrossEntropy(smoothing=config.smoothing, target_threshold=config.bce_target_thresh)
     if augment.mixup or augment.cutmix:
         return SoftTargetCrossEntropy()  # the mixed targets carry the smoothing
     return LabelSmoothingCrossEntropy(config.smoothing) if config.smoothing else nn.CrossEntropyLoss()

@@ -20,5 +20,5 @@ def test_half_a_minute_of_faults_changes_nothing(train: Train, tmp_path: Path) -
     books = json.loads((tmp_path / "chaos" / "faults.json").read_text())
     assert books["complaints"] == []
     assert books["runs"] >= 1
-    assert len(books["faults"]) >= 3, done.output
+    assert len(books["faults"]) >= 2, done.output
     assert "equal to the undisturbed one" in done.stdout

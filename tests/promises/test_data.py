@@ -15,7 +15,8 @@ import torch
 from conftest import Train, in_ranks, resolved
 from PIL import Image
 
-from src.data.datasets import UnreadableImageError, decode
+from src.data.decode import UnreadableImageError
+from src.data.decode import decode_file as decode
 from src.data.folders import class_names, image_files
 from src.data.loading import Reader
 from src.data.sampling import Request
@@ -228,7 +229,7 @@ def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path
                 raise UnreadableImageError(f"{index}")
             return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
 
-    training, evaluation = (Reader(Split(), None, 0, "skip", substitutes) for substitutes in (6, 0))
+    training, evaluation = (Reader(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
     _, labels, unreadable = training.__getitems__(Request(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 20, 30, 0, 0]
     assert sorted(set(unreadable)) == [1, 4, 5]
@@ -248,7 +249,7 @@ def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
             raise UnreadableImageError("damaged")
 
     with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 unreadable images in a row"):
-        Reader(Split(), None, 0, "skip", 1000).__getitems__(Request(0, np.array([7])))
+        Reader(Split(), 99, None, 0, "skip", 1000).__getitems__(Request(0, np.array([7])))
 
 
 def test_a_mistake_in_the_code_is_never_skipped() -> None:
@@ -260,7 +261,7 @@ def test_a_mistake_in_the_code_is_never_skipped() -> None:
             raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
-        Reader(Split(), None, 0, "skip", 3).__getitems__(Request(0, np.array([0])))
+        Reader(Split(), 99, None, 0, "skip", 3).__getitems__(Request(0, np.array([0])))
 
 
 @pytest.mark.slow

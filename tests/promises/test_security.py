@@ -23,7 +23,8 @@ from src.config.compose import ROOT, compose_command, freeze, read_frozen
 from src.config.expand import expand
 from src.config.schema import Config, DataConfig, ModelConfig
 from src.config.space import freeze_search, read_space
-from src.data.datasets import build_images, decode
+from src.data.datasets import build_images
+from src.data.decode import decode_file as decode
 from src.launch.job import job_command
 from src.launch.ranks import NEEDED
 from src.launch.worker import keep_compiled_code_private
@@ -345,12 +346,18 @@ def test_only_classes_of_the_right_kind_are_called() -> None:
     images = build_images(DataConfig(name="synthetic"))
     for name in ("src.data.datasets.Digits", "src.records.MetricsLog", "src.process.die_with_parent"):
         with pytest.raises(ValueError, match="not a torch"):
-            build_model(ModelConfig(name=name), images, None, torch.device("cpu"))
+            build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
     for name in ("src.data.datasets.Path", "src.process.die_with_parent", "src.model.nn"):
         with pytest.raises(ValueError, match="not a class of this project"):
             build_images(DataConfig(name=name))
     with pytest.raises(ValueError, match="does not take them"):
-        build_model(ModelConfig(name="resnet18", kwargs={"_target_": "os.system"}), images, None, torch.device("cpu"))
+        build_model(
+            ModelConfig(name="resnet18", kwargs={"_target_": "os.system"}),
+            10,
+            images.in_chans,
+            None,
+            torch.device("cpu"),
+        )
 
 
 # Checkpoints and data ----------------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""The best classes of images, by a trained model.
+
+    python scripts/predict.py run=<run folder> images=<folder or file>
+
+Also: topk=5  format=console|csv|json  output=<file> (default: printed; its suffix chooses the format)
+      checkpoint=best|last|<file>  weights=model|ema (default: those that checkpoint.metric judged)
+      batch_size=64  workers=auto|N  parallel=single|dp|ddp  devices=N  (default: one device)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+from src import machine
+from src.config.schema import ParallelConfig
+from src.config.words import one_of, parse_words, whole_number
+from src.secrets import mask
+
+OPTIONS = {
+    **dict.fromkeys(("run", "images", "format", "output", "checkpoint", "weights", "devices")),
+    **{"topk": "5", "batch_size": "64", "workers": "auto", "parallel": "single"},
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 refused."""
+    try:
+        options = parse_words(arguments, OPTIONS, ("run", "images"), str(__doc__))
+        strategy = one_of(options, "parallel", "single", "dp", "ddp")
+        if strategy == "ddp" and "RANK" not in os.environ:
+            _become_torchrun(options, arguments)
+        _predict(options)
+    except ValueError as error:
+        print(f"predict.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _become_torchrun(options: dict[str, str], arguments: list[str]) -> NoReturn:
+    count = options.get("devices") or str(len(machine.visible_cuda_devices()) or min(2, machine.cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+    os.execv(sys.executable, [sys.executable, *torchrun, __file__, *arguments])
+
+
+def _predict(options: dict[str, str]) -> None:
+    output = Path(options["output"]) if "output" in options else None
+    by_suffix = {".csv": "csv", ".json": "json"}.get(output.suffix, "csv") if output else "console"
+    form = one_of(options, "format", "console", "csv", "json") or by_suffix
+    if options["workers"] != "auto":
+        whole_number(options, "workers", least=0)
+    devices = whole_number(options, "devices") if "devices" in options else "auto"
+    weights, topk = one_of(options, "weights", "model", "ema"), whole_number(options, "topk")
+    batch_size = whole_number(options, "batch_size")
+
+    from src.launch.outside import open_store
+    from src.launch.ranks import Ranks, ranks_from_environment
+    from src.prediction import Wanted, predict, write
+
+    started = time.monotonic()
+    wanted = Wanted(
+        run=Path(options["run"]),
+        images=Path(options["images"]),
+        checkpoint=options.get("checkpoint"),
+        weights=weights,
+        topk=topk,
+        batch_size=batch_size,
+        workers=options["workers"] if options["workers"] == "auto" else int(options["workers"]),
+        parallel=ParallelConfig(strategy=options["parallel"], devices=devices),
+    )
+    ranks = ranks_from_environment(os.environ) or Ranks()
+    found = predict(wanted, ranks, open_store(ranks) if options["parallel"] == "ddp" else None)
+    if ranks.is_first:
+        write(found, form, output)
+        unreadable = sum(not one.classes for one in found)
+        print(f"{len(found)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,347 @@
+"""timm's options under timm's names: each trains under single, dp and ddp, and means the same, or is refused by name."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from conftest import in_ranks, resolved
+from torch import nn
+
+from src.build import Parts, build
+from src.config.names import timm_optimizers
+from src.launch.ranks import Ranks
+from src.optim import build_optimizer, build_schedule
+from src.parallel import build_strategy
+from src.training.loop import Progress, train_epoch
+
+SMALL_SWIN = (
+    "model.name=swin_tiny_patch4_window7_224",
+    "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: 4, drop_path_rate: 0}",
+)
+# Name -> (overrides, how far losses may be from those of single). None: they differ legitimately, by BatchNorm's
+# statistics of a chunk, or by draws that are each rank's own (mixing pairs images within a rank).
+OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
+    "nothing": ((), 1e-5),
+    "resnet": (("model.name=test_resnet", "+model.kwargs={}"), None),
+    "efficientnet": (("model.name=test_efficientnet", "+model.kwargs={}"), None),
+    "convnext": (("model.name=test_convnext", "+model.kwargs={}"), 1e-5),
+    "vit": (("model.name=test_vit", "+model.kwargs={}"), 1e-5),
+    "swin": (SMALL_SWIN, 1e-5),
+    "own": (("model.name=src.cifar_resnet.CifarResNet18", "+model.kwargs={}", "data.image_size=8"), None),
+    "channels_last": (("model.channels_last=true",), 1e-5),
+    "grad_checkpointing": (("model.grad_checkpointing=true",), 1e-5),
+    "num_classes": (("model.num_classes=12",), 1e-5),
+    "ema": (("model.ema.decay=0.9",), 1e-5),
+    "ema_without_warmup": (("model.ema.decay=0.9", "model.ema.warmup=false"), 1e-5),
+    "randaugment": (("data.augment.aa=rand-m9-mstd0.5-inc1",), 1e-5),
+    "augmix": (("data.augment.aa=augmix-m5-w4-d2",), 1e-5),
+    "autoaugment": (("data.augment.aa=v0r-mstd0.5",), 1e-5),
+    "color_jitter": (("data.augment.color_jitter=0.4",), 1e-5),
+    "reprob": (("data.augment.reprob=0.5",), 1e-5),
+    "crop": (("data.augment.scale=[0.3,1]", "data.augment.ratio=[0.8,1.2]", "data.augment.interpolation=random"), 1e-5),
+    "bicubic": (("data.augment.scale=[0.3,1]", "data.augment.interpolation=bicubic"), 1e-5),
+    "crop_padding": (("data.augment.crop_padding=4", "data.augment.hflip=0.5"), 1e-5),
+    "aug_repeats": (("data.augment.aug_repeats=3", "data.augment.hflip=0.5"), 1e-5),
+    "mixup": (("data.augment.mixup=0.8",), None),
+    "cutmix": (("data.augment.cutmix=1.0",), None),
+    "mixup_and_cutmix": (("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "train.smoothing=0.1"), None),
+    "smoothing": (("train.smoothing=0.1",), 1e-5),
+    "bce": (("train.loss=bce",), 1e-5),
+    "bce_mixed": (("train.loss=bce", "train.bce_target_thresh=0.2", "data.augment.mixup=0.5"), None),
+    "bf16": (("train.precision=bf16",), 2e-2),
+    "fp16": (("train.precision=fp16",), 2e-2),
+    "accumulate": (("train.accumulate=2",), 1e-5),
+    "clip_grad": (("optim.clip_grad=0.5",), 1e-5),
+    "fp16_accumulate_clip": (("train.precision=fp16", "train.accumulate=2", "optim.clip_grad=1.0"), 2e-2),
+    "on_nonfinite": (("train.on_nonfinite=skip",), 1e-5),
+    "sgd": (("optim.opt=sgd", "optim.lr=0.01"), 1e-5),
+    "momentum": (("optim.opt=momentum", "optim.lr=0.01"), 1e-5),
+    "lamb": (("optim.opt=lamb",), 1e-4),
+    "muon": (("optim.opt=muon", "optim.lr=0.01"), 1e-3),
+    "betas": (("+optim.kwargs={betas: [0.9, 0.95], eps: 1e-7}",), 1e-5),
+    "layer_decay": (("optim.layer_decay=0.7",), 1e-5),
+    "lr_rule": (("optim.lr_rule=sqrt",), 1e-5),
+    "no_schedule": (("optim.sched=none",), 1e-5),
+    "constant": (("optim.sched=constant",), 1e-5),
+    "tanh": (("optim.sched=tanh",), 1e-5),
+    "step": (("optim.sched=step", "optim.decay_epochs=1"), 1e-5),
+    "multistep": (("optim.sched=multistep", "optim.decay_milestones=[1]"), 1e-5),
+    "poly": (("optim.sched=poly", "optim.decay_rate=0.9"), 1e-5),
+    "wsd": (("optim.sched=wsd", "optim.decay_epochs=1"), 1e-5),
+    "rsqrt": (("optim.sched=rsqrt", "optim.decay_epochs=0.5"), 1e-5),
+    "cycles": (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), 1e-5),
+}
+ONLY_DDP = {"dist_bn": (("model.name=test_resnet", "+model.kwargs={}", "parallel.dist_bn=reduce"), None)}
+STRATEGIES = {
+    "single": ("parallel=single",),
+    "dp2": ("parallel=dp", "parallel.devices=2"),
+    "ddp2": ("parallel=ddp", "parallel.devices=2"),
+}
+COMMON = (
+    "parallel.accelerator=cpu",
+    "data.batch_size=16",
+    "data.limit_train=96",
+    "train.max_steps=3",
+    "optim.warmup_epochs=0.1",
+)
+Told = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
+
+
+def overrides_of(option: str) -> tuple[str, ...]:
+    given = (OPTIONS | ONLY_DDP)[option][0]
+    if "+model.kwargs={}" in given or option == "swin":  # not the tiny ViT
+        return tuple(word for word in ("model=resnet18", *given) if word != "+model.kwargs={}")
+    return given
+
+
+def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
+    config = resolved(*COMMON, *STRATEGIES[strategy], *overrides_of(option))
+    torch.manual_seed(config.seed)
+    own = None if store is None else torch.distributed.PrefixStore(option, store)
+    spread = build_strategy(config.parallel, ranks, own)
+    try:
+        parts = build(config, spread, ranks.local_world_size)
+        progress, losses = Progress(), []
+        for report in train_epoch(
+            parts.trainee,
+            parts.train.epoch(0),
+            progress,
+            strategy=spread,
+            config=config.train,
+            clip_grad=config.optim.clip_grad,
+            seed=config.seed,
+            steps_per_epoch=parts.steps_per_epoch,
+            is_boundary=lambda step: True,
+            meter=parts.meter,
+            mix=parts.mixing,
+        ):
+            losses.append(report.loss)
+        ema = parts.trainee.ema
+        return {
+            "losses": losses,
+            "parameters_equal": spread.parameters_hash(parts.trainee.model)[1],
+            "ema_equal": None if ema is None else spread.parameters_hash(ema.module)[1],
+            "moved": moved(parts),
+        }
+    finally:
+        spread.close()
+
+
+def moved(parts: Parts) -> bool:
+    return all(bool(torch.isfinite(p).all()) for p in parts.trainee.model.parameters())
+
+
+def all_options(ranks: Ranks, store: Any, strategy: str) -> dict[str, Told]:
+    torch.set_num_threads(1)
+    found = {}
+    for option in [*OPTIONS, *(ONLY_DDP if strategy == "ddp2" else ())]:
+        try:
+            found[option] = three_steps(ranks, store, option, strategy)
+        except Exception:
+            found[option] = {"error": traceback.format_exc()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> Callable[[str], dict[str, Told]]:
+    """strategy -> option -> what it came to; under ddp, rank 0's words."""
+    known: dict[str, dict[str, Told]] = {}
+
+    def get(strategy: str) -> dict[str, Told]:
+        if strategy not in known:
+            world = 2 if strategy == "ddp2" else 1
+            run = in_ranks if world == 2 else lambda function, _, *rest, **__: [function(Ranks(), None, *rest)]
+            known[strategy] = run(all_options, world, strategy, timeout=110)[0]
+        return known[strategy]
+
+    return get
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains_under_every_strategy(
+    told: Callable[[str], dict[str, Told]], option: str, strategy: str
+) -> None:
+    found = told(strategy)[option]
+    assert "error" not in found, found["error"]
+    assert len(found["losses"]) == 3 and all(math.isfinite(loss) for loss in found["losses"])
+    assert found["parameters_equal"] and found["ema_equal"] is not False
+    assert (found["ema_equal"] is None) == ("ema" not in option)
+    tolerance = OPTIONS[option][1]
+    if tolerance is not None:
+        assert found["losses"] == pytest.approx(told("single")[option]["losses"], abs=tolerance)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_batchnorm_statistics_can_be_averaged_over_the_ranks(told: Callable[[str], dict[str, Told]]) -> None:
+    found = told("ddp2")["dist_bn"]
+    assert "error" not in found, found["error"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_options_change_the_training(told: Callable[[str], dict[str, Told]]) -> None:
+    """Else an option that does nothing would pass; those named here are to change nothing in three steps but the speed."""
+    losses = {option: found["losses"] for option, found in told("single").items()}
+    same = {option for option in losses if losses[option] == losses["nothing"]} - {"nothing"}
+    assert same <= {"channels_last", "grad_checkpointing", "ema", "ema_without_warmup", "on_nonfinite"}
+
+
+HERE_WITHOUT = (  # Apex and bitsandbytes want CUDA and packages of their own
+    *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
+    *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
+)
+COMPILED = {"kron", "kronc", "kronw"}  # they compile themselves: 20 s
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [
+        pytest.param(opt, marks=pytest.mark.slow) if opt in COMPILED else opt
+        for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian"})
+    ],
+)
+def test_every_optimizer_of_timm_moves_the_weights(opt: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):  # some only look around in their first step
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
+def test_an_optimizer_that_cannot_be_had_here_is_refused_by_name(opt: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Apex or bitsandbytes may work here")
+    with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
+        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    model = timm.create_model("test_vit")
+    optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        decays = parameter.ndim > 1 and name not in model.no_weight_decay()
+        assert decay[id(parameter)] == (0.1 if decays else 0.0), name
+
+
+def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
+    """The rate of every step of a training of 10 epochs."""
+    config = resolved("train.epochs=10", "optim.lr=1.0", "optim.warmup_epochs=2", "optim.warmup_lr=0.1", *overrides)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
+    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
+    assert schedule is not None
+    found = []
+    for step in range(1, (steps or 10 * steps_per_epoch) + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        schedule.step_update(step)
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [  # step -> rate, by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay
+        (
+            ("optim.sched=cosine",),
+            {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
+        ),
+        (("optim.sched=cosine", "optim.min_lr=0.2"), {20: 1.0, 60: 0.6, 100: 0.2}),
+        (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
+        (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
+        (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
+        (("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"), {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25}),
+        # timm drops one step before the milestone, and means to
+        (("optim.sched=multistep", "optim.decay_milestones=[4,7]"), {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01}),
+        (("optim.sched=wsd", "optim.decay_epochs=4"), {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0}),
+        (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
+    ],
+)
+def test_a_schedule_is_what_its_formula_says(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
+    found = rates(*overrides)
+    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
+def test_a_schedule_is_the_same_for_any_number_of_steps_in_an_epoch(sched: str) -> None:
+    """More accumulation, or a larger batch: fewer steps, the same curve over epochs."""
+    few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
+    assert few == pytest.approx(many[::4], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("parallel=dp", "parallel.devices=2", "model.compile=true"), r"model\.compile=true: .* use ddp or single"),
+        (("parallel=ddp", "parallel.devices=2", "model.sync_bn=true"), r"model\.sync_bn=true: .* CUDA only"),
+        (("optim.opt=adahessian",), r"optim\.opt=adahessian: needs second derivatives"),
+        (("optim.sched=plateau",), r"optim\.sched=plateau: .* use cosine or wsd"),
+        (
+            ("optim.sched=multistep", "optim.decay_milestones=[1,9]"),
+            r"optim\.decay_milestones=\[1.*, 9.*\]: 9.* after train",
+        ),
+        (("optim.sched=step",), r"optim\.sched=step: set optim\.decay_epochs"),
+        (("optim.sched=step", "optim.decay_epochs=5"), r"optim\.decay_epochs=5.*: longer than training"),
+        (("optim.decay_epochs=1",), r"optim\.decay_epochs=1.*: has no effect with optim\.sched=cosine"),
+        (
+            ("optim.sched=step", "optim.decay_epochs=1", "+optim.sched_kwargs.cycle_limit=2"),
+            r"cycle_limit: has no effect",
+        ),
+        (("+optim.sched_kwargs.num_epochs=9",), r"optim\.sched_kwargs\.num_epochs: set optim\.num_epochs|follows"),
+        (("data.augment.mixup=0.5", "data.batch_size=15"), r"data\.batch_size=15: mixup and cutmix pair images"),
+        (("checkpoint.metric=val/acc_ema",), r"checkpoint\.metric=val/acc_ema: .* set model\.ema\.decay"),
+        (("train.bce_target_thresh=0.2",), r"train\.bce_target_thresh=0\.2: has an effect with train\.loss=bce only"),
+        (("model.weights=nowhere.pt",), r"model\.weights=nowhere\.pt: no such file"),
+        (("data.mean=[0.5]",), r"data\.mean and data\.std: set both or neither"),
+        (("data=timm", "data.name=torch/cifar11", "data.root=."), r"data\.name=torch/cifar11: .* did you mean cifar10"),
+        (("data=timm", "data.name=tfds/mnist", "data.root=."), r"data\.name=tfds/mnist: a stream.*hfds"),
+        (("data=timm", "data.name=wds", "data.root=nowhere"), r"data\.root=nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key_and_a_remedy(words: tuple[str, ...], said: str) -> None:
+    from src.data.folders import check_data
+
+    with pytest.raises(ValueError, match=said) as refusal:
+        check_data(resolved(*words).data)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("+optim.kwargs.nesterovv=true",), r"optim\.kwargs=.*nesterovv.*: adamw does not take"),
+        (("+optim.sched_kwargs.cycle=2",), r"optim\.sched_kwargs=.*: cosine does not take"),
+        (("data.image_size=4",), r"data\.image_size=4: the model refuses images of 4x4"),
+        (("+model.kwargs.depht=3",), r"model\.kwargs=.*depht.*does not take"),
+        (("model.num_classes=3",), r"model\.num_classes=3: the data has 10 classes"),
+        (("model.in_chans=3",), r"model\.in_chans=3: the data's images have 1 channels"),
+        (("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), r"data\.mean=.*one number per channel"),
+        (("model=resnet18", "model.name=test_byobnet", "model.grad_checkpointing=true"), None),
+        (
+            ("model=resnet18", "model.name=vgg11", "model.grad_checkpointing=true"),
+            r"model\.grad_checkpointing=true: vgg11",
+        ),
+    ],
+)
+def test_what_a_constructor_refuses_names_the_key(words: tuple[str, ...], said: str | None) -> None:
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *words)
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    if said is None:
+        build(config, strategy, 1)
+        return
+    with pytest.raises(ValueError, match=said) as refusal:
+        build(config, strategy, 1)
+    assert "\n" not in str(refusal.value)
