@@ -4,7 +4,7 @@
 
 Also: topk=5  format=console|csv|json  output=<file> (default: printed; its suffix chooses the format)
       checkpoint=best|last|<file>  weights=model|ema (default: those that checkpoint.metric judged)
-      batch_size=64  workers=auto|N  parallel=single|dp|ddp  devices=N  (default: one device)
+      batch_size=64  workers=auto|N  parallel=single|dp|ddp (default: single)  devices=auto|N
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from src.config.words import one_of, parse_words, whole_number
 from src.secrets import mask
 
 OPTIONS = {
-    **dict.fromkeys(("run", "images", "format", "output", "checkpoint", "weights", "devices")),
-    **{"topk": "5", "batch_size": "64", "workers": "auto", "parallel": "single"},
+    **dict.fromkeys(("run", "images", "format", "output", "checkpoint", "weights")),
+    **{"topk": "5", "batch_size": "64", "workers": "auto", "devices": "auto", "parallel": "single"},
 }
 
 
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 2 refused."""
     try:
         options = parse_words(arguments, OPTIONS, ("run", "images"), str(__doc__))
-        strategy = one_of(options, "parallel", "single", "dp", "ddp")
-        if strategy == "ddp" and "RANK" not in os.environ:
+        _check(options)
+        if options["parallel"] == "ddp" and "RANK" not in os.environ:
             _become_torchrun(options, arguments)
         _predict(options)
     except ValueError as error:
@@ -42,44 +42,56 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _check(options: dict[str, str]) -> None:
+    """What can be refused before torch is there, and before there are ranks. Errors: ValueError."""
+    one_of(options, "parallel", "single", "dp", "ddp")
+    one_of(options, "format", "console", "csv", "json")
+    one_of(options, "weights", "model", "ema")
+    for key in ("topk", "batch_size", *(key for key in ("devices", "workers") if options[key] != "auto")):
+        whole_number(options, key, least=0 if key == "workers" else 1)
+    if not Path(options["images"]).exists():
+        raise ValueError(f"images={options['images']}: no such file or folder")
+    if not (Path(options["run"]) / "config.yaml").is_file():
+        raise ValueError(f"run={options['run']}: not a run folder: it has no config.yaml")
+
+
 def _become_torchrun(options: dict[str, str], arguments: list[str]) -> NoReturn:
-    count = options.get("devices") or str(len(machine.visible_cuda_devices()) or min(2, machine.cores()))
+    count = options["devices"]
+    if count == "auto":
+        count = str(len(machine.visible_cuda_devices()) or min(2, machine.cores()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     os.execv(sys.executable, [sys.executable, *torchrun, __file__, *arguments])
 
 
 def _predict(options: dict[str, str]) -> None:
-    output = Path(options["output"]) if "output" in options else None
-    by_suffix = {".csv": "csv", ".json": "json"}.get(output.suffix, "csv") if output else "console"
-    form = one_of(options, "format", "console", "csv", "json") or by_suffix
-    if options["workers"] != "auto":
-        whole_number(options, "workers", least=0)
-    devices = whole_number(options, "devices") if "devices" in options else "auto"
-    weights, topk = one_of(options, "weights", "model", "ema"), whole_number(options, "topk")
-    batch_size = whole_number(options, "batch_size")
-
     from src.launch.outside import open_store
     from src.launch.ranks import Ranks, ranks_from_environment
     from src.prediction import Wanted, predict, write
 
     started = time.monotonic()
+    output = Path(options["output"]) if "output" in options else None
+    by_suffix = {".csv": "csv", ".json": "json"}.get(output.suffix, "csv") if output else "console"
     wanted = Wanted(
         run=Path(options["run"]),
         images=Path(options["images"]),
         checkpoint=options.get("checkpoint"),
-        weights=weights,
-        topk=topk,
-        batch_size=batch_size,
-        workers=options["workers"] if options["workers"] == "auto" else int(options["workers"]),
-        parallel=ParallelConfig(strategy=options["parallel"], devices=devices),
+        weights=options.get("weights"),
+        topk=int(options["topk"]),
+        batch_size=int(options["batch_size"]),
+        workers=_number_or_auto(options["workers"]),
+        parallel=ParallelConfig(strategy=options["parallel"], devices=_number_or_auto(options["devices"])),
     )
     ranks = ranks_from_environment(os.environ) or Ranks()
     found = predict(wanted, ranks, open_store(ranks) if options["parallel"] == "ddp" else None)
     if ranks.is_first:
-        write(found, form, output)
+        write(found, options.get("format", by_suffix), output)
         unreadable = sum(not one.classes for one in found)
         print(f"{len(found)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr)
+
+
+def _number_or_auto(word: str) -> int | str:
+    return word if word == "auto" else int(word)
 
 
 if __name__ == "__main__":

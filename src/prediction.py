@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from src.build import AUTOCAST
+from src.config.combinations import check_combination
 from src.config.resolve import resolve
 from src.config.schema import Config, DataConfig, ParallelConfig
 from src.data.augment import evaluation_transform
@@ -56,9 +57,7 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
     Errors: ValueError where there are no images, or no model to ask.
     """
     paths = find_images(wanted.images)
-    under_ddp = wanted.parallel.strategy == "ddp"
-    world = (ranks.world_size, ranks.local_world_size) if under_ddp else (None, None)
-    strategy = build_strategy(resolve(Config(parallel=wanted.parallel), *world).parallel, ranks, store)
+    strategy = build_strategy(_resolved(wanted, ranks), ranks, store)
     trained = load_trained(wanted.run, wanted.checkpoint, wanted.weights, strategy.device)
     loader = _loader(trained, paths, wanted, strategy, ranks.local_world_size)
     model = strategy.for_evaluation(trained.model)
@@ -75,6 +74,14 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
     merged = {int(number): Prediction(**values) for own in everyone for number, values in own.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
     return [merged[number] for number in sorted(merged)]
+
+
+def _resolved(wanted: Wanted, ranks: Ranks) -> ParallelConfig:
+    config = Config(parallel=wanted.parallel, data=DataConfig(batch_size=None, batch_size_per_device=wanted.batch_size))
+    check_combination(config)
+    if wanted.parallel.strategy == "ddp":
+        return resolve(config, ranks.world_size, ranks.local_world_size).parallel
+    return resolve(config).parallel
 
 
 def find_images(images: Path) -> list[Path]:
@@ -97,10 +104,7 @@ class ImageFiles:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from torchvision.transforms.v2.functional import rgb_to_grayscale
-
-        image = decode_file(self.paths[index])
-        return (rgb_to_grayscale(image) if self.in_chans == 1 else image), index
+        return decode_file(self.paths[index], "L" if self.in_chans == 1 else "RGB"), index
 
 
 def _loader(trained: Trained, paths: list[Path], wanted: Wanted, strategy: Single, local_world_size: int) -> Loader:

@@ -17,8 +17,10 @@ class UnreadableImageError(ValueError):
     """A sample that cannot be read. A dataset of your own may raise it too: `data.on_error=skip` leaves only these out."""
 
 
-def decode(encoded: bytes, name: str) -> Tensor:
-    """The image as uint8 RGB [3, H, W], upright as its EXIF says; transparency is ignored, as torchvision's ImageFolder does.
+def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
+    """The image as uint8 [3, H, W], or [1, H, W] with mode L, upright as its EXIF says.
+
+    Transparency is ignored, as torchvision's ImageFolder does.
 
     Errors: UnreadableImageError naming (as `name`) what is no image, or only a part of one.
     """
@@ -27,26 +29,27 @@ def decode(encoded: bytes, name: str) -> Tensor:
 
         try:  # about twice as fast as PIL
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            return decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+            wanted = {"RGB": ImageReadMode.RGB, "L": ImageReadMode.GRAY}[mode]
+            return decode_jpeg(data, mode=wanted, apply_exif_orientation=True)
         except RuntimeError:
             pass  # damaged, or a kind that only PIL reads
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(encoded)) as image:
-            return from_pil(image)
+            return from_pil(image, mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = "no kind of image that PIL knows" if "BytesIO" in str(error) else str(error)
         raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
 
 
-def decode_file(path: Path) -> Tensor:
+def decode_file(path: Path, mode: str = "RGB") -> Tensor:
     """As `decode`. Errors: UnreadableImageError for a file that cannot be opened, too."""
     try:
         encoded = path.read_bytes()
     except OSError as error:
         raise UnreadableImageError(f"{path}: cannot be read ({error.strerror}); remove or replace it") from None
-    return decode(encoded, str(path))
+    return decode(encoded, str(path), mode)
 
 
 def from_pil(image: Any, mode: str = "RGB") -> Tensor:

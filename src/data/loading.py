@@ -34,9 +34,10 @@ class Reader:
         on_error: str = "raise",
         substitutes: int = 0,
     ) -> None:
-        """An unreadable image ends the run (`on_error=raise`), or is skipped: replaced by the next readable one among the
+        """An unreadable image ends the run (`on_error=raise`), or is skipped.
 
-        first `substitutes` of the split, so that a training batch keeps its size on every rank; with 0, left out.
+        Skipped: replaced by the next readable one among the first `substitutes` of the split, so that a training batch
+        keeps its size on every rank; with 0, left out.
         """
         self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
         self.on_error, self.substitutes = on_error, substitutes

@@ -1,0 +1,233 @@
+"""After training: labels for files, and files for plain timm, both with the accuracy that was evaluated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import Finished, Train, in_ranks
+from PIL import Image
+from safetensors.torch import load_file
+
+from scripts import export as export_script
+from scripts import predict as predict_script
+from src import export
+from src.config.schema import DataConfig, ParallelConfig
+from src.data.datasets import build_images
+from src.launch.ranks import Ranks
+from src.prediction import Prediction, Wanted, predict, write
+from src.trained import load_trained
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits' test split as <label>/<number>.png, and a file that is no image."""
+    folder = tmp_path_factory.mktemp("digits")
+    test = build_images(DataConfig(name="digits")).test
+    for number in range(len(test)):
+        image, label = test[number]
+        (folder / str(int(label))).mkdir(exist_ok=True)
+        Image.fromarray(image[0].numpy()).save(folder / str(int(label)) / f"{number}.png")
+    (folder / "0" / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\nhello")
+    return folder
+
+
+def wanted(run: Path, images: Path, **more: Any) -> Wanted:
+    parallel = ParallelConfig(
+        strategy=more.pop("parallel", "single"),
+        devices=more.pop("devices", 1),
+        accelerator="cpu",
+        threads_per_device=1,
+    )
+    defaults: dict[str, Any] = {"checkpoint": None, "weights": None, "topk": 3, "batch_size": 32, "workers": 0}
+    return Wanted(run=run, images=images, parallel=parallel, **(defaults | more))
+
+
+def predicted(ranks: Ranks, store: Any, what: Wanted) -> list[Prediction]:
+    return predict(what, ranks, store)
+
+
+def share_right(found: list[Prediction]) -> float:
+    readable = [one for one in found if one.classes]
+    return sum(one.classes[0] == Path(one.path).parent.name for one in readable) / len(readable)
+
+
+def test_predictions_have_the_evaluated_accuracy(finished_run: Finished, digits: Path) -> None:
+    found = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    assert share_right(found) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
+    assert [Path(one.path).name for one in found if not one.classes] == ["torn.png"]
+    assert [one.path for one in found] == sorted(str(path) for path in digits.rglob("*.png"))
+    for one in found:
+        assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) in (0, 3)
+        assert all(0 <= share <= 1 for share in one.probabilities)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("parallel", "world"), [("dp", 1), ("ddp", 2), ("ddp", 3)])
+def test_every_strategy_predicts_the_same(finished_run: Finished, digits: Path, parallel: str, world: int) -> None:
+    what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
+    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    for found in in_ranks(predicted, world, what):
+        assert [(one.path, one.classes[:1]) for one in found] == [(one.path, one.classes[:1]) for one in alone]
+        for one, other in zip(found, alone, strict=True):
+            assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
+
+
+def test_one_file_and_more_classes_than_there_are(finished_run: Finished, digits: Path) -> None:
+    file = next((digits / "7").glob("*.png"))
+    (found,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
+    assert sorted(found.classes) == [str(n) for n in range(10)]
+    assert sum(found.probabilities) == pytest.approx(1, abs=1e-5)
+
+
+FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.png", [], [])]
+
+
+def test_tables_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(FOUND, "csv", tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert first["path"] == "a, b.png" and float(first["probability_2"]) == 0.25 and first["class_1"] == "cat"
+    assert second["path"] == "torn.png" and second["class_1"] == ""
+    write(FOUND, "json", tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
+    write(FOUND, "console", None)
+    assert capsys.readouterr().out.splitlines() == ["a, b.png  cat 0.7500, dog 0.2500", "torn.png  unreadable"]
+
+
+@pytest.mark.processes
+def test_the_command_predicts_under_ddp(train: Train, finished_run: Finished, digits: Path, tmp_path: Path) -> None:
+    words = [f"run={finished_run.folder}", f"images={digits}", "parallel=ddp", "devices=2", f"output={tmp_path}/x.csv"]
+    done = train.start_command([sys.executable, "scripts/predict.py", *words], tmp_path).finish()
+    assert done.returncode == 0, done.output
+    assert done.stdout == "" and "271 images in" in done.stderr and "1 unreadable" in done.stderr
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 271
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        (predict_script, ["images=x"], r"run=…: must be given"),
+        (predict_script, ["run={run}", "images=nowhere"], r"images=nowhere: no such file or folder"),
+        (predict_script, ["run={run}", "images={empty}"], r"images=.*: no image in this folder"),
+        (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
+        (predict_script, ["run={run}", "images={digits}", "topk=0"], r"topk=0: give a whole number from 1"),
+        (predict_script, ["run={run}", "images={digits}", "top=3"], r"top=3: unknown option; did you mean topk"),
+        (predict_script, ["run={run}", "images={digits}", "format=xml"], r"format=xml: allowed: console, csv, json"),
+        (predict_script, ["run={run}", "images={digits}", "weights=ema"], r"weights=ema"),
+        (predict_script, ["run={run}", "images={digits}", "devices=2"], r"devices=2"),
+        (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
+        (export_script, [], r"run=…: must be given"),
+        (export_script, ["run={empty}"], r"no run folder|config\.yaml"),
+        (export_script, ["run={run}", "format=onnx"], r"format=onnx: allowed: safetensors, torch_export"),
+        (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
+    ],
+)
+def test_bad_words_are_refused_in_a_line(
+    finished_run: Finished,
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    script: Any,
+    words: list[str],
+    said: str,
+) -> None:
+    places = {"run": finished_run.folder, "digits": digits, "empty": tmp_path}
+    assert script.main([word.format(**places) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line), line
+
+
+@pytest.fixture(scope="module")
+def exported(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    assert export_script.main([f"run={finished_run.folder}", f"output={folder}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("way", ["folder", "checkpoint_path"])
+def test_plain_timm_loads_the_export_and_gives_the_evaluated_accuracy(
+    finished_run: Finished, exported: Path, way: str
+) -> None:
+    """As its user would: only the export's two files are known."""
+    config = json.loads((exported / "config.json").read_text())
+    if way == "folder":
+        model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    else:
+        path = str(exported / "model.safetensors")
+        model = timm.create_model(config["architecture"], checkpoint_path=path, **config["model_args"]).eval()
+    assert config["label_names"] == [str(n) for n in range(10)]
+    data = config["pretrained_cfg"]
+    test = build_images(DataConfig(name="digits")).test
+    images = test.images.float().div(255).sub(data["mean"][0]).div(data["std"][0])
+    with torch.inference_mode():
+        right = model(images).argmax(1) == test.labels
+    assert images.shape[1:] == tuple(data["input_size"])
+    assert right.float().mean().item() == pytest.approx(finished_run.result["test"]["acc"], abs=1e-6)
+
+
+def test_the_program_of_torch_export_gives_the_same_for_any_batch(finished_run: Finished, tmp_path: Path) -> None:
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]) == 0
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    model = load_trained(finished_run.folder, None, None, CPU).model
+    for batch in (1, 5):
+        images = torch.randn(batch, 1, 32, 32)
+        torch.testing.assert_close(program(images), model(images), atol=1e-5, rtol=1e-4)
+
+
+def test_an_export_that_is_not_the_model_is_not_handed_out(
+    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forgets_a_layer(model: Any, folder: str, **more: Any) -> None:
+        with torch.no_grad():
+            model.head.weight[0] += 1  # what is written is not what was trained
+        save_for_hf(model, folder, **more)
+        with torch.no_grad():
+            model.head.weight[0] -= 1
+
+    save_for_hf = export.save_for_hf
+    monkeypatch.setattr(export, "save_for_hf", forgets_a_layer)
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
+    assert "gives other outputs than the checkpoint" in capsys.readouterr().err
+
+
+def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train, tmp_path: Path) -> None:
+    done = train(
+        "parallel=single", "model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic"
+    )
+    assert done.returncode == 0, done.output
+    judged = load_trained(done.folder, None, None, CPU)
+    assert judged.weights == "ema"
+    raw = load_trained(done.folder, None, "model", CPU).model.state_dict()
+    assert any(not torch.equal(raw[name], tensor) for name, tensor in judged.model.state_dict().items())
+    assert export_script.main([f"run={done.folder}"]) == 0
+    written = load_file(done.folder / "export" / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in judged.model.state_dict().items())
+
+
+def test_an_own_model_is_exported_as_tensors(train: Train) -> None:
+    words = ("model=resnet18", "model.name=src.cifar_resnet.CifarResNet18", "data=synthetic", "data.image_size=8")
+    done = train("parallel=single", *words, "train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
+    assert done.returncode == 0, done.output
+    assert export_script.main([f"run={done.folder}"]) == 0
+    written = load_file(done.folder / "export" / "model.safetensors")
+    assert written.keys() == load_trained(done.folder, None, None, CPU).model.state_dict().keys()
+
+
+def test_a_moved_run_folder_is_enough(finished_run: Finished, digits: Path, tmp_path: Path) -> None:
+    """Nothing of its data or of its old place is needed."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(finished_run.folder, moved)
+    there, here = (predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder))
+    assert there == here
