@@ -26,7 +26,7 @@ FIXED = (
 VALUES: dict[str, tuple[str, ...]] = {
     "optim": ("sgd", "adamw"),
     "optim.opt": ("adamw", "lamb", "muon", "rmsprop", "adafactor", "lion"),
-    "optim.sched": ("none", "cosine", "step", "poly", "tanh", "multistep optim.decay_milestones=[1]"),
+    "optim.sched": ("none", "cosine", "step optim.decay_epochs=1", "poly", "tanh", "multistep optim.decay_milestones=[1]"),
     "optim.layer_decay": ("0.7", "null"),
     "optim.clip_grad": ("1.0", "null"),
     "optim.lr_rule": ("linear", "sqrt", "none"),
@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "train.loss": ("ce", "bce"),
     "train.on_nonfinite": ("stop", "skip"),
     "train.log_every": ("1", "50"),
-    "model.ema.decay": ("0.9", "null"),
+    "model.ema.decay": ("0.9", "0.9 checkpoint.metric=val/acc_ema", "null"),
     "model.channels_last": ("true", "false"),
     "model.grad_checkpointing": ("true", "false"),
     "+model.kwargs.drop_path_rate": ("0.1",),
@@ -49,6 +49,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data.augment.aa": ("rand-m5-inc1", "augmix-m3", "v0", "null"),
     "data.augment.color_jitter": ("0.3",),
     "data.augment.reprob": ("0.5",),
+    "data.augment.aug_repeats": ("2",),
+    "data.augment.crop_padding": ("2 data.augment.scale=null",),
     "checkpoint.metric": ("val/acc", "val/loss"),
     "seed": ("0", "9223372036854775807"),
 }
