@@ -16,6 +16,7 @@ from src.config.schema import ParallelConfig
 from src.launch.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
 from src.parallel.stopping import Stopping
+from src.process import keep_freed_memory
 from src.telemetry.meters import Utilisation
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -31,6 +32,8 @@ class Single:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank = ranks.local_rank
         torch.set_num_threads(int(config.threads_per_device))
+        if config.accelerator == "cpu":
+            keep_freed_memory()
         self.devices = self._choose_devices()
         self.device = self.devices[0]
         self.stopping = Stopping()

@@ -26,7 +26,14 @@ FIXED = (
 VALUES: dict[str, tuple[str, ...]] = {
     "optim": ("sgd", "adamw"),
     "optim.opt": ("adamw", "lamb", "muon", "rmsprop", "adafactor", "lion"),
-    "optim.sched": ("none", "cosine", "step optim.decay_epochs=1", "poly", "tanh", "multistep optim.decay_milestones=[1]"),
+    "optim.sched": (
+        "none",
+        "cosine",
+        "step optim.decay_epochs=1",
+        "poly",
+        "tanh",
+        "multistep optim.decay_milestones=[1]",
+    ),
     "optim.layer_decay": ("0.7", "null"),
     "optim.clip_grad": ("1.0", "null"),
     "optim.lr_rule": ("linear", "sqrt", "none"),

@@ -1,0 +1,117 @@
+"""How fast image files become training batches: our loader, timm's, and what one core can do at most.
+
+    python scripts/bench_data.py make <folder>              # 500x375 JPEG files that decode like photographs
+    python scripts/bench_data.py ours|timm|core <folder> --workers 2
+
+Prints one line of JSON: images per second over whole epochs after a first one, which starts the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+SIZE, BATCH, EPOCHS = 224, 32, 3
+
+
+def make(folder: Path, count: int = 480) -> None:
+    """Noise of several scales, so that a file has the bytes of a photograph (about 60 kB at quality 85)."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for split, number in (("train", count), ("val", 2)):
+        for index in range(number):
+            path = folder / split / f"class_{index % 2}" / f"{index}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture = np.zeros((375, 500, 3))
+            for scale, weight in ((64, 0.5), (16, 0.3), (4, 0.2)):
+                coarse = draw.integers(0, 256, (375 // scale + 2, 500 // scale + 2, 3), dtype=np.uint8)
+                picture += weight * np.asarray(Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC))
+            Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(path, quality=85)
+
+
+def ours(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+    loader = _our_loader(folder, workers)
+    return lambda: (len(labels) for _, labels in loader.epoch(0))
+
+
+def core(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+    """Decode and transform alone, in this process: no batches sent, none normalised."""
+    loader = _our_loader(folder, 0)
+
+    def epoch() -> Iterator[int]:
+        loader.requests.start_at(0, 0)
+        for request in loader.requests:
+            yield len(loader.reader.__getitems__(request)[1])
+
+    return epoch
+
+
+def _our_loader(folder: Path, workers: int) -> Any:
+    import torch
+
+    from src.config.schema import AugmentConfig, DataConfig
+    from src.data.augment import Preprocessing, train_transform
+    from src.data.datasets import build_images
+    from src.data.loading import DeviceFeed, Reader, TrainLoader, train_requests
+
+    torch.set_num_threads(1)
+    split = build_images(DataConfig(name="folder", root=str(folder))).train
+    transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
+    preprocessing = Preprocessing((3, SIZE, SIZE), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bilinear")
+    reader = Reader(split, 2, transform, 0, substitutes=len(split))
+    feed = DeviceFeed(torch.device("cpu"), preprocessing, channels_last=False)
+    return TrainLoader(reader, train_requests(split, BATCH, 0, 1, 0), feed, workers)
+
+
+def timm(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+    """timm's own loader as its train.py makes it: its transform, uint8 batches, normalised after the workers."""
+    import torch
+    from timm.data import create_dataset, create_loader
+
+    torch.set_num_threads(1)
+    dataset = create_dataset("", root=str(folder), split="train", is_training=True)
+    loader = create_loader(
+        dataset,
+        input_size=(3, SIZE, SIZE),
+        batch_size=BATCH,
+        is_training=True,
+        no_aug=False,
+        hflip=0.5,
+        color_jitter=0.0,
+        interpolation="bilinear",
+        num_workers=workers,
+        use_prefetcher=True,
+        device=torch.device("cpu"),
+        pin_memory=False,
+        persistent_workers=True,
+    )
+    return lambda: (len(labels) for _, labels in loader)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["make", "ours", "timm", "core"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=1)
+    given = parser.parse_args()
+    if given.what == "make":
+        make(given.folder)
+        return
+    epoch = {"ours": ours, "timm": timm, "core": core}[given.what](given.folder, given.workers)
+    sum(epoch())
+    began = time.perf_counter()
+    count = sum(sum(epoch()) for _ in range(EPOCHS))
+    print(json.dumps({"images_per_sec": count / (time.perf_counter() - began)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Evaluation and saving, each against the least that does the same, in one process and in turns.
+
+    python scripts/bench_parts.py evaluation   # images per second, ours and a loop under inference_mode
+    python scripts/bench_parts.py checkpoint   # seconds to save a ResNet-50, and of a training step of it
+
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+import torch
+
+from src.build import Parts, build
+from src.config.compose import compose_command
+from src.config.resolve import resolve
+from src.config.schema import Config
+from src.launch.ranks import Ranks
+from src.parallel import build_strategy
+from src.parallel.single import Single
+from src.training import checkpoint
+from src.training.loop import Progress
+from src.training.metrics import evaluate
+
+ROUNDS = 5
+
+
+def prepare(*words: str) -> tuple[Config, Single, Parts]:
+    from hydra._internal.utils import get_args_parser
+
+    machine = ("parallel=single", "parallel.accelerator=cpu", "parallel.threads_per_device=1", "data=synthetic")
+    config = resolve(compose_command(get_args_parser().parse_args([*machine, *words])).config)
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    return config, strategy, build(config, strategy, 1)
+
+
+def seconds(what: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+
+def evaluation() -> dict[str, float]:
+    _, strategy, parts = prepare("data.kwargs.num_samples=8192", "data.batch_size=64")
+    model, loader = parts.trainee.model, parts.evaluation["val"]
+    split = parts.images.val
+
+    def ours() -> object:
+        return evaluate(
+            model, loader, strategy=strategy, num_samples=len(split), num_classes=parts.num_classes, autocast=None
+        )
+
+    @torch.inference_mode()
+    def by_hand() -> float:
+        right, loss = 0, torch.zeros(())
+        for images, labels in zip(split.images.split(64), split.labels.split(64), strict=True):  # type: ignore[attr-defined]
+            scores = model.eval()(images.sub(127.5).div_(127.5))
+            loss += torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
+            right += int((scores.argmax(1) == labels).sum())
+        return right / len(split) + float(loss)
+
+    ours(), by_hand()
+    rounds = [(seconds(ours), seconds(by_hand)) for _ in range(ROUNDS)]
+    return {"ratio": statistics.median(hand / own for own, hand in rounds)}
+
+
+def saving() -> dict[str, float]:
+    _, _, parts = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
+    trainee, batches = parts.trainee, parts.train.epoch(0)
+
+    def step() -> None:
+        trainee.wrapped(*next(batches)).backward()
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad(set_to_none=True)
+
+    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+
+        def save(number: int) -> None:
+            contents = checkpoint.snapshot(trainee, Progress(), parts.images.class_names, parts.preprocessing, {})
+            checkpoint.save(Path(folder), contents, number, keep=1, is_best=False)
+
+        step()
+        save(0)
+        steps, saves = zip(*((seconds(step), seconds(lambda: save(n + 1))) for n in range(ROUNDS)), strict=True)  # noqa: B023
+    return {"step_s": statistics.median(steps), "save_s": statistics.median(saves)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["evaluation", "checkpoint"])
+    print(json.dumps(evaluation() if parser.parse_args().what == "evaluation" else saving()))
