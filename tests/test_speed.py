@@ -1,0 +1,183 @@
+"""What keeps the loop fast, as counts: looks at the device, work that grows with the steps, pages faulted in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from conftest import resolved
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.tensorboard import SummaryWriter
+
+from src.build import build
+from src.launch.ranks import Ranks
+from src.parallel import build_strategy
+from src.records import MetricsLog
+from src.run import Run
+from src.telemetry.console import Console
+from src.training.loop import Progress, train_epoch
+
+BUSY = (  # everything that a step can be asked to do, but for what looks at every step by its nature
+    "model.ema.decay=0.99",
+    "optim.clip_grad=1.0",
+    "train.accumulate=2",
+    "data.augment.cutmix=1.0",
+    "train.smoothing=0.1",
+)
+
+
+class Looks(TorchDispatchMode):
+    """Counts what makes the processor wait for a GPU: values read, and copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.count += name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+        return func(*args, **(kwargs or {}))
+
+
+def looks(steps: int, *overrides: str) -> int:
+    """At values, in so many steps with one boundary."""
+    config = resolved(
+        "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640", *overrides
+    )
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    parts = build(config, strategy, 1)
+    with Looks() as found:
+        for _ in train_epoch(
+            parts.trainee,
+            parts.train.epoch(0),
+            Progress(),
+            strategy=strategy,
+            config=config.train,
+            clip_grad=config.optim.clip_grad,
+            seed=0,
+            steps_per_epoch=steps,
+            is_boundary=lambda step: False,
+            meter=parts.meter,
+            mix=parts.mixing,
+        ):
+            pass
+    return found.count
+
+
+@pytest.mark.parametrize("overrides", [(), BUSY, ("train.precision=bf16",)], ids=["plain", "busy", "bf16"])
+def test_no_step_waits_for_a_value(overrides: tuple[str, ...]) -> None:
+    few, many = looks(5, *overrides), looks(25, *overrides)
+    assert 1 <= few <= 10, "the boundary fetches its losses"
+    assert many == few
+
+
+def written(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Calls that log, write or draw, of a run with one boundary."""
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls[f"{owner.__name__}.{name}"] += 1
+            return before(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(logging.Logger, "handle")
+    for owner in (SummaryWriter, MetricsLog, Console):
+        for name, member in vars(owner).items():
+            if isinstance(member, FunctionType) and not name.startswith("_"):
+                counted(owner, name)
+    with monkeypatch.context():
+        config = resolved(
+            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",
+            f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
+        )  # fmt: skip
+        run = Run(config, folder, Ranks(), None)
+        run.tell()
+        run.close()
+    monkeypatch.undo()
+    return calls
+
+
+def test_nothing_is_logged_or_drawn_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "few").mkdir()
+    (tmp_path / "many").mkdir()
+    few, many = written(5, tmp_path / "few", monkeypatch), written(45, tmp_path / "many", monkeypatch)
+    assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
+    for name, count in many.items():
+        assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
+
+
+FAULTS = """
+import resource, timm, torch
+from src.process import keep_freed_memory
+torch.set_num_threads(1)
+keep_freed_memory()
+model = timm.create_model("resnet18", num_classes=10)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def step():
+    model(torch.randn(16, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
+@pytest.mark.processes
+def test_pages_of_freed_tensors_are_used_again() -> None:
+    """Without keep_freed_memory 2,500 to 9,000 pages are faulted in anew by each of these steps."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert int(done.stdout) < 600
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_steady_step_never_synchronises_with_the_gpu() -> None:
+    config = resolved("parallel=single", "parallel.accelerator=cuda", *BUSY, "train.precision=bf16", "data=synthetic")
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    parts = build(config, strategy, 1)
+
+    def train(boundary: int, progress: Progress) -> None:
+        """To the boundary, and no further."""
+        steps = train_epoch(
+            parts.trainee,
+            parts.train.epoch(0),
+            progress,
+            strategy=strategy,
+            config=config.train,
+            clip_grad=config.optim.clip_grad,
+            seed=0,
+            steps_per_epoch=10**9,
+            is_boundary=lambda step: step == boundary,
+            meter=parts.meter,
+            mix=parts.mixing,
+        )
+        next(steps)
+
+    train(3, Progress())
+    progress = Progress()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):  # at the boundary, where the losses are fetched
+            train(8, progress)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert progress.step == 8
