@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train compare test test-fast test-all check lint format lock clean
+.PHONY: help train compare test test-fast test-all bench check lint format lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test-fast: $(VENV)/development ## without the tests that start processes (under 
 
 test-all: $(VENV)/development ## all tests that can run here, the slow ones too
 	$(PYTEST) $(ARGS)
+
+bench: $(VENV)/runtime ## this project against a loop written by hand, on this machine (ARGS="--rounds 5")
+	$(BIN)/python scripts/bench.py $(ARGS)
 
 lint: $(VENV)/development ## ruff and mypy
 	$(BIN)/ruff check .

@@ -101,7 +101,9 @@ def _hydra_habits(arguments: Any) -> int:
 
     from src.config.compose import VERSION_BASE, compose_command, store_schema
 
-    if not arguments.shell_completion:  # refused in one line, and before Hydra imports what a config names
+    chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
+    if not (arguments.shell_completion or (arguments.help and not any(chosen))):
+        # Refused in one line, and before Hydra imports what a config names. A bare --help has nothing to refuse.
         compose_command(argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}))
     store_schema()
     shown = io.StringIO()

@@ -78,9 +78,10 @@ class Training:
             *("--batch-size", str(self.batch_size), "--samples", str(self.steps * self.batch_size)),
         ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+        script = ["scripts/bench_peers.py", peer] if peer else ["scripts/bench_loop.py"]
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
-            figures = said([sys.executable, *torchrun, "scripts/bench_loop.py", *words, "--tensorboard", log])
+            figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log])
         return {**figures, "first_step": figures["first_step_at"] - began}
 
 
@@ -103,8 +104,8 @@ def call(command: list[str]) -> str:
 
 
 def said(command: list[str]) -> Figures:
-    """The figures that a command prints as its last line, in JSON."""
-    figures: Figures = json.loads(call(command).splitlines()[-1])
+    """The figures that a command prints in JSON, on a line of their own."""
+    figures: Figures = json.loads([line for line in call(command).splitlines() if line.startswith("{")][-1])
     return figures
 
 

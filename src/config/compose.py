@@ -109,6 +109,9 @@ def store_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
+    # Hydra copies the whole store whenever it looks at a group: half of composing, most of --help. What it loads, it
+    # copies again.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
 
 

@@ -1,0 +1,107 @@
+"""The training of scripts/bench_loop.py in other people's frameworks, one process, with their usual logging on.
+
+    pip install -r requirements-bench.txt
+    python scripts/bench_peers.py lightning|accelerate --steps 100
+
+Options and output as of scripts/bench_loop.py.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from scripts.bench_loop import data, model_and_optimizer, options, report
+
+
+class Batches:
+    """The batches of the hand-written loop, as an iterable of as many steps as were asked for."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, (self.images, self.labels) = given, data(given)
+        self.mean = torch.full((1, 3, 1, 1), 127.5)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for indices in torch.randperm(self.given.samples).split(self.given.batch_size)[: self.given.steps]:
+            yield self.images[indices].sub(self.mean).div_(127.5), self.labels[indices]
+
+    def __len__(self) -> int:
+        return min(self.given.steps, self.given.samples // self.given.batch_size)
+
+
+class Clock:
+    """When the first step and the warm-up were done."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.step, self.first, self.began = given, 0, 0.0, 0.0
+
+    def step_done(self) -> None:
+        self.step += 1
+        if self.step == 1:
+            self.first = time.time()
+        if self.step == self.given.warm_up:
+            self.began = time.perf_counter()
+        if self.step == self.given.steps:
+            report(self.given, self.first, time.perf_counter() - self.began)
+
+
+def accelerate(given: argparse.Namespace) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=given.tensorboard)
+    accelerator.init_trackers("bench")
+    model, optimizer = accelerator.prepare(*model_and_optimizer(given, torch.device("cpu")))
+    clock = Clock(given)
+    for inputs, targets in Batches(given):
+        loss = cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (clock.step + 1) % given.log_every == 0:
+            accelerator.log({"train/loss": loss.item()}, step=clock.step + 1)
+        clock.step_done()
+    accelerator.end_training()
+
+
+def lightning(given: argparse.Namespace) -> None:
+    import lightning
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    model, optimizer = model_and_optimizer(given, torch.device("cpu"))
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.clock = model, Clock(given)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = cross_entropy(self.model(batch[0]), batch[1])
+            self.log("train/loss", loss, prog_bar=True)
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.clock.step_done()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=TensorBoardLogger(given.tensorboard),
+        log_every_n_steps=given.log_every,
+    )
+    trainer.fit(Module(), Batches(given))
+
+
+if __name__ == "__main__":
+    run = {"accelerate": accelerate, "lightning": lightning}[sys.argv.pop(1)]
+    torch.set_num_threads(1)
+    run(options())
