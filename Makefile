@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train compare test test-fast test-all bench check lint format lock clean
+.PHONY: help train compare test test-fast test-all bench gpu-check check lint format lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test-all: $(VENV)/development ## all tests that can run here, the slow ones too
 
 bench: $(VENV)/runtime ## this project against a loop written by hand, on this machine (ARGS="--rounds 5")
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+gpu-check: $(VENV)/development ## the tests and the speed that need a CUDA device; skipped with a word elsewhere
+	$(PYTEST) -m gpu -rs $(ARGS)
+	$(BIN)/python scripts/bench.py --gpu --rounds 2
 
 lint: $(VENV)/development ## ruff and mypy
 	$(BIN)/ruff check .

@@ -51,9 +51,10 @@ FENCES = {
         "src/launch/resume.py",
         "src/study/sweep.py",
         "src/study/search.py",
+        "scripts/bench_parts.py",
     ),
-    r"torch\.distributed": ("src/parallel/", "src/launch/"),
-    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/launch/"),
+    r"torch\.distributed": ("src/parallel/", "src/launch/", "scripts/bench_loop.py"),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/launch/", "scripts/bench_loop.py"),
     r"timm": (
         "src/model.py",
         "src/cifar_resnet.py",
@@ -62,6 +63,9 @@ FENCES = {
         "src/optim.py",
         "src/data/",
         "src/training/",
+        "scripts/bench_loop.py",
+        "scripts/bench_data.py",
+        "scripts/bench_measures.py",
     ),
 }
 ONLY_TYPES = {("src/run.py", "torch.distributed")}  # may be named for a type checker, not imported when run
