@@ -17,6 +17,7 @@ from src.config.resolve import global_batch, learning_rate
 from src.config.schema import Config
 from src.model import count_parameters
 from src.parallel.single import Single
+from src.process import process_started_at
 from src.records import Result
 from src.training.loop import Progress
 
@@ -209,7 +210,7 @@ def _seconds(first_step_at: float | None) -> dict[str, float | None]:
     """From the command to the first step's end, and to now."""
     started = float(os.environ.get("RUN_STARTED_AT", 0)) or None
     if started is None:  # torchrun: its start is the parent's
-        started = psutil.Process(os.getppid()).create_time()
+        started = process_started_at(os.getppid())
     return {
         "start_to_first_step": None if first_step_at is None else first_step_at - started,
         "total": time.time() - started,

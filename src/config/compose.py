@@ -117,13 +117,13 @@ def store_schema() -> None:
 
 def to_config(tree: DictConfig) -> Config:
     """Merge a composed tree into the schema and check it. Errors: ValueError for a key or value that has no place."""
-    from hydra.conf import HydraConf
-
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     try:
         check_literals(tree)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
         if "hydra" in tree:
+            from hydra.conf import HydraConf  # not for a rank, which reads a frozen config
+
             own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
             block = OmegaConf.to_container(OmegaConf.masked_copy(tree.hydra, own))  # plain: typed ones are not checked
             OmegaConf.merge({"hydra": OmegaConf.structured(HydraConf)}, {"hydra": block})

@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from src import machine
 from src.config.compose import ROOT
 from src.config.schema import Config
 from src.launch.loopback import listen_on_loopback, register_backend
-from src.process import STOP_SIGNALS, no_survivors
+from src.process import STOP_SIGNALS, imports_without_collector, no_survivors, process_started_at
 
 SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
@@ -64,7 +62,7 @@ def _environment(config: Config) -> dict[str, str]:
     """What ranks need before they import torch: thread pools read these once."""
     path = with_project_on_path(os.environ)["PYTHONPATH"]
     threads = str(config.parallel.threads_per_device)
-    started = str(psutil.Process().create_time())
+    started = str(process_started_at(os.getpid()))
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
 
 
@@ -98,9 +96,10 @@ def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
 
 def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> Ended:
     """All ranks of this machine under torch's elastic agent."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with imports_without_collector():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)

@@ -22,6 +22,7 @@ from src.process import (
     die_with_parent,
     exit_after_stop_signal,
     ignore_stop_signals,
+    imports_without_collector,
     stop_handler,
 )
 from src.secrets import HidingFormatter
@@ -43,7 +44,9 @@ def main(folder: Path) -> int:
         return run_rank(config, folder, ranks, None)
     from src.launch.outside import open_store
 
-    return run_rank(config, folder, ranks, open_store(ranks))
+    with imports_without_collector():  # of torch.distributed
+        store = open_store(ranks)
+    return run_rank(config, folder, ranks, store)
 
 
 def run_rank(
@@ -71,7 +74,8 @@ def run_rank(
 
 def _run_recorded(config: Config, folder: Path, ranks: Ranks, store: Store | None, own_log: Path) -> int:
     try:
-        from src.run import run  # here, because it imports timm, and what it raises belongs into the record
+        with imports_without_collector():
+            from src.run import run  # here, because it imports timm, and what it raises belongs into the record
 
         run(config, folder, ranks, store)
         return 0
