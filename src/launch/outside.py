@@ -17,6 +17,7 @@ from src.config.compose import read_frozen
 from src.config.schema import Config
 from src.launch.agent import Ended
 from src.launch.ranks import Ranks
+from src.process import imports_without_collector
 from src.records import write_text
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def open_store(ranks: Ranks) -> Store:
 
     The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
     """
-    from torch.distributed import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+    with imports_without_collector():
+        from torch.distributed import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
     assert store is not None

@@ -44,9 +44,7 @@ def main(folder: Path) -> int:
         return run_rank(config, folder, ranks, None)
     from src.launch.outside import open_store
 
-    with imports_without_collector():  # of torch.distributed
-        store = open_store(ranks)
-    return run_rank(config, folder, ranks, store)
+    return run_rank(config, folder, ranks, open_store(ranks))
 
 
 def run_rank(

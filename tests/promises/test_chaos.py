@@ -13,8 +13,8 @@ from conftest import Train
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-def test_half_a_minute_of_faults_changes_nothing(train: Train, tmp_path: Path) -> None:
-    words = ["--minutes", "0.5", "--seed", "5", "--epochs", "20", "--out", str(tmp_path / "chaos")]
+def test_some_faults_change_nothing(train: Train, tmp_path: Path) -> None:
+    words = ["--minutes", "0.3", "--seed", "5", "--epochs", "15", "--out", str(tmp_path / "chaos")]
     done = train.start_command([sys.executable, "scripts/chaos.py", *words], tmp_path, timeout=200).finish()
     assert done.returncode == 0, done.output
     books = json.loads((tmp_path / "chaos" / "faults.json").read_text())
