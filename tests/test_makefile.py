@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def make(*words: str, folder: Path = ROOT) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
     done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     return done.stdout
