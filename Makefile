@@ -20,7 +20,7 @@ test: $(VENV)/development ## the tests that a newcomer runs (under 10 minutes on
 	$(PYTEST) -m "not slow and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## without the tests that start processes (under 90 seconds)
-	$(PYTEST) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not slurm and not processes" -n logical $(ARGS)
 
 test-all: $(VENV)/development ## all tests that can run here, the slow ones too
 	$(PYTEST) $(ARGS)

@@ -202,6 +202,7 @@ def test_an_export_that_is_not_the_model_is_not_handed_out(
     assert "gives other outputs than the checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train, tmp_path: Path) -> None:
     done = train(
         "parallel=single", "model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic"
@@ -216,6 +217,7 @@ def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train,
     assert all(torch.equal(written[name], tensor) for name, tensor in judged.model.state_dict().items())
 
 
+@pytest.mark.processes
 def test_an_own_model_is_exported_as_tensors(train: Train) -> None:
     words = ("model=resnet18", "model.name=src.cifar_resnet.CifarResNet18", "data=synthetic", "data.image_size=8")
     done = train("parallel=single", *words, "train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
