@@ -46,6 +46,8 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
 def decode_file(path: Path, mode: str = "RGB") -> Tensor:
     """As `decode`. Errors: UnreadableImageError for a file that cannot be opened, too."""
     try:
+        if not path.is_file() and path.exists():  # to read from a pipe may take for ever
+            raise UnreadableImageError(f"{path}: not a file; remove it")
         encoded = path.read_bytes()
     except OSError as error:
         raise UnreadableImageError(f"{path}: cannot be read ({error.strerror}); remove or replace it") from None

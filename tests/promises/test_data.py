@@ -121,6 +121,22 @@ def test_what_is_no_image_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert str(tmp_path / name) in str(refusal.value)
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_named_as_an_image_hangs_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(UnreadableImageError, match=r"pipe\.png: not a file"):
+        decode(tmp_path / "pipe.png")
+
+
+@pytest.mark.parametrize("name", ["grey.png", "grey.jpg", "rgb.png", "sixteen.png"])
+def test_grey_stays_what_it_is_for_a_model_of_one_channel(tmp_path: Path, name: str) -> None:
+    """Through RGB and back, 128 would be 127."""
+    (tmp_path / name).write_bytes(GOOD[name][0]())
+    with Image.open(tmp_path / name) as opened:
+        expected = 128 if name != "rgb.png" else np.asarray(opened.convert("L"))[8, 3]
+    assert decode(tmp_path / name, "L")[:, 8, 3].tolist() == [expected]
+
+
 def test_links_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.png").write_bytes(GOOD["rgb.png"][0]())
