@@ -68,7 +68,7 @@ def keep_freed_memory() -> None:
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
+        mallopt(M_MMAP_THRESHOLD, 16 * 2**20)  # larger ones leave holes that nothing fits into
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 

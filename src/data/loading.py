@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +94,29 @@ class Reader:
         raise ValueError(f"data.on_error=skip: {MOST_IN_A_ROW} unreadable images in a row, from number {index} on")
 
 
+class Blocks:
+    """Memory for batches on a CPU, used again as soon as no tensor, view or graph holds it.
+
+    glibc's malloc returns such blocks to the kernel after every batch, or finds no room for the next one in what is
+    free: measured with 19 MB batches, a third of the speed and 2 GB of growth in some runs, nothing in others.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+
+    def empty(self, *shape: int) -> Tensor:
+        """float32, of any contents."""
+        count = math.prod(shape)
+        held = 3  # references to a block that is free: the list's, `block`'s and getrefcount's own
+        for block in self._blocks:
+            if len(block) == 4 * count and sys.getrefcount(block) == held:
+                break
+        else:
+            block = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._blocks.append(block)
+        return torch.frombuffer(block, dtype=torch.float32).view(shape)  # holds the block until its storage is freed
+
+
 class DeviceFeed:
     """Moves batches to a device and normalises them there: a quarter of the bytes of float images travel."""
 
@@ -98,13 +124,21 @@ class DeviceFeed:
         self.device = device
         self.mean = torch.tensor(preprocessing.mean, device=device).view(1, -1, 1, 1) * 255
         self.inverse_std = 1 / (torch.tensor(preprocessing.std, device=device).view(1, -1, 1, 1) * 255)
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.channels_last = channels_last
+        self._blocks = Blocks()
 
     def __call__(self, batch: Batch) -> Batch:
         images = batch[0].to(self.device, non_blocking=True)
         labels = batch[1].to(self.device, non_blocking=True)
-        normalised = torch.sub(images, self.mean).mul_(self.inverse_std)
-        return normalised.contiguous(memory_format=self.format), labels
+        return torch.sub(images, self.mean, out=self._empty_like(images)).mul_(self.inverse_std), labels
+
+    def _empty_like(self, images: Tensor) -> Tensor:
+        """float32 of the same shape, in the format that the model is in."""
+        count, channels, height, width = images.shape
+        shape = (count, height, width, channels) if self.channels_last else (count, channels, height, width)
+        on_cpu = self.device.type == "cpu"
+        empty = self._blocks.empty(*shape) if on_cpu else torch.empty(shape, device=self.device)
+        return empty.permute(0, 3, 1, 2) if self.channels_last else empty
 
 
 class Loader:

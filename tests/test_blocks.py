@@ -1,0 +1,66 @@
+"""Batches on a CPU share memory only with batches that nobody holds any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import plain
+from torch import Tensor
+
+from src.data.loading import Blocks, DeviceFeed
+
+
+def test_a_block_that_nobody_holds_is_used_again() -> None:
+    blocks = Blocks()
+    places = set()
+    for _ in range(20):
+        batch = blocks.empty(8, 3, 16, 16)
+        places.add(batch.data_ptr())  # the one before is held until this one is bound
+    assert len(places) == len(blocks._blocks) == 2
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda batch: batch,
+        lambda batch: batch[2:3, :, 4:],
+        lambda batch: batch.detach(),
+        lambda batch: batch.numpy(),
+        lambda batch: memoryview(batch.numpy()),
+        lambda batch: (torch.nn.Conv2d(3, 2, 3)(batch) ** 2).sum(),  # the graph needs it for the backward pass
+        lambda batch: {"nested": [batch.permute(0, 2, 3, 1)]},
+        lambda batch: torch.utils.data.TensorDataset(batch),
+    ],
+    ids=["itself", "view", "detached", "numpy", "buffer", "graph", "nested", "dataset"],
+)
+def test_what_somebody_holds_is_never_written_to(keep: Callable[[Tensor], Any]) -> None:
+    blocks = Blocks()
+    batch = blocks.empty(4, 3, 8, 8).fill_(1.0)
+    place = batch.data_ptr()
+    held = keep(batch)
+    del batch
+    others = [blocks.empty(4, 3, 8, 8) for _ in range(3)]
+    assert place not in {other.data_ptr() for other in others}
+    del held
+    assert blocks.empty(4, 3, 8, 8).data_ptr() == place, "and it comes back"
+
+
+def test_the_last_smaller_batch_of_an_epoch_fits() -> None:
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 8), channels_last=False)
+    for size in (4, 4, 3, 4, 1, 4):
+        images = torch.randint(0, 256, (size, 3, 8, 8), dtype=torch.uint8)
+        assert torch.equal(feed((images, torch.zeros(size)))[0], images.float())
+    assert len(feed._blocks._blocks) <= 4
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_normalising_is_as_ever_in_both_formats(channels_last: bool) -> None:
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 8, mean=0.5, std=0.25), channels_last)
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    found, _ = feed((images, torch.zeros(4)))
+    torch.testing.assert_close(found, (images / 255 - 0.5) / 0.25)
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
+    assert found.is_contiguous(memory_format=wanted)
