@@ -19,6 +19,7 @@ from src.records import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("lightning", "accelerate")
+PARTS = ("evaluation", "checkpoint")  # measured in rounds of their own, in one process
 ON_GPU = ("parallel.accelerator=cuda", "model.compile=true", "model.channels_last=true", "train.precision=bf16")
 BY_HAND_ON_GPU = ("--accelerator", "cuda", "--compile", "--channels-last", "--precision", "bf16")
 PEAK_BF16 = {
@@ -86,9 +87,9 @@ class Training:
 
 TRAININGS = {
     "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 1000, 50),
-    "resnet18": Training("resnet18", {}, 50, 10),
+    "resnet18": Training("resnet18", {}, 40, 10),
     "small ViT": Training(
-        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 60, 10
+        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 40, 10
     ),
 }
 
@@ -138,7 +139,7 @@ def measures(images: Path) -> dict[str, Measure]:
     found["--help"] = partial(timed, [*train, "--help"])
     found["--cfg job"] = partial(timed, [*train, "--cfg", "job"])
     found["a refused config"] = partial(timed, [*train, "optim.learning_rate=1"], exit_code=2)
-    for part in ("evaluation", "checkpoint"):
+    for part in PARTS:
         found[part] = partial(said, [sys.executable, "scripts/bench_parts.py", part])
     return found
 

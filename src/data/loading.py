@@ -130,7 +130,8 @@ class DeviceFeed:
     def __call__(self, batch: Batch) -> Batch:
         images = batch[0].to(self.device, non_blocking=True)
         labels = batch[1].to(self.device, non_blocking=True)
-        return torch.sub(images, self.mean, out=self._empty_like(images)).mul_(self.inverse_std), labels
+        normalised = self._empty_like(images).copy_(images)  # torch.sub of uint8 would make a copy of its own
+        return normalised.sub_(self.mean).mul_(self.inverse_std), labels
 
     def _empty_like(self, images: Tensor) -> Tensor:
         """float32 of the same shape, in the format that the model is in."""
