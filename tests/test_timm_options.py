@@ -13,7 +13,7 @@ import torch
 from conftest import in_ranks, resolved
 from torch import nn
 
-from src.build import Parts, build
+from src.build import build
 from src.config.names import timm_optimizers
 from src.launch.ranks import Ranks
 from src.optim import build_optimizer, build_schedule
@@ -77,7 +77,6 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "rsqrt": (("optim.sched=rsqrt", "optim.decay_epochs=0.5"), 1e-5),
     "cycles": (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), 1e-5),
 }
-ONLY_DDP = {"dist_bn": (("model.name=test_resnet", "+model.kwargs={}", "parallel.dist_bn=reduce"), None)}
 STRATEGIES = {
     "single": ("parallel=single",),
     "dp2": ("parallel=dp", "parallel.devices=2"),
@@ -94,7 +93,7 @@ Told = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
 
 
 def overrides_of(option: str) -> tuple[str, ...]:
-    given = (OPTIONS | ONLY_DDP)[option][0]
+    given = OPTIONS[option][0]
     if "+model.kwargs={}" in given or option == "swin":  # not the tiny ViT
         return tuple(word for word in ("model=resnet18", *given) if word != "+model.kwargs={}")
     return given
@@ -127,20 +126,16 @@ def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
             "losses": losses,
             "parameters_equal": spread.parameters_hash(parts.trainee.model)[1],
             "ema_equal": None if ema is None else spread.parameters_hash(ema.module)[1],
-            "moved": moved(parts),
+            "finite": all(bool(p.isfinite().all()) for p in parts.trainee.model.parameters()),
         }
     finally:
         spread.close()
 
 
-def moved(parts: Parts) -> bool:
-    return all(bool(torch.isfinite(p).all()) for p in parts.trainee.model.parameters())
-
-
 def all_options(ranks: Ranks, store: Any, strategy: str) -> dict[str, Told]:
     torch.set_num_threads(1)
     found = {}
-    for option in [*OPTIONS, *(ONLY_DDP if strategy == "ddp2" else ())]:
+    for option in OPTIONS:
         try:
             found[option] = three_steps(ranks, store, option, strategy)
         except Exception:
@@ -173,18 +168,30 @@ def test_every_option_trains_under_every_strategy(
     found = told(strategy)[option]
     assert "error" not in found, found["error"]
     assert len(found["losses"]) == 3 and all(math.isfinite(loss) for loss in found["losses"])
-    assert found["parameters_equal"] and found["ema_equal"] is not False
+    assert found["parameters_equal"] and found["ema_equal"] is not False and found["finite"]
     assert (found["ema_equal"] is None) == ("ema" not in option)
     tolerance = OPTIONS[option][1]
     if tolerance is not None:
         assert found["losses"] == pytest.approx(told("single")[option]["losses"], abs=tolerance)
 
 
+def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
+    """BatchNorm's average after an evaluation begins, of ranks that had seen 0 and 1."""
+    words = () if dist_bn is None else (f"parallel.dist_bn={dist_bn}",)
+    config = resolved(*COMMON, *STRATEGIES["ddp2"], *words)
+    strategy = build_strategy(config.parallel, ranks, store)
+    norm = nn.BatchNorm2d(3)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(float(ranks.rank))
+    strategy.share_buffers(norm)
+    strategy.close()
+    return float(norm.running_mean[0])
+
+
 @pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_batchnorm_statistics_can_be_averaged_over_the_ranks(told: Callable[[str], dict[str, Told]]) -> None:
-    found = told("ddp2")["dist_bn"]
-    assert "error" not in found, found["error"]
+@pytest.mark.parametrize(("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)])
+def test_batchnorm_statistics_are_rank_0s_or_averaged(dist_bn: str | None, expected: float) -> None:
+    assert in_ranks(shared_mean, 2, dist_bn) == [expected, expected]
 
 
 @pytest.mark.processes

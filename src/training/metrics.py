@@ -70,8 +70,8 @@ def evaluate(
     """Evaluate the bare `model`, whose buffers must be equal on all ranks, on this rank's share of `num_samples`.
 
     `unreadable` fills while `batches` are read: samples that this rank had to leave out. Losses are plain cross entropy,
-    without smoothing. Returns None, on all ranks, when `should_stop` said so on any of
-    them: breaking off alone would leave the others waiting in the sums.
+    without smoothing. Returns None, on all ranks, when `should_stop` said so on any of them: breaking off alone would
+    leave the others waiting in the sums.
 
     Errors: AssertionError when a sample was missed or counted twice, ValueError when none could be read.
     """
