@@ -105,6 +105,9 @@ def rows(measured: Collection[str]) -> list[Row]:
             Row(f"JPEG, {workers} workers: images/s over timm's loader", rate, ours, f"JPEG timm x{workers}", 1.4)
         )
         found.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"{workers} cores", 0.9))
+    for world in (1, 2):
+        sides = (f"JPEG training x{world}", f"JPEG training x{world} timm")
+        found.append(Row(f"JPEG training x{world}: images/s over timm's train.py, in pieces", rate, *sides, 1.0))
     return [
         *found,
         Row("synthetic data: share of a step spent waiting", "data_wait", "resnet18 x1", None, 0.005, True),

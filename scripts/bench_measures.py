@@ -45,13 +45,15 @@ class Training:
     batch_size: int = 32
     image_size: int = 32
     on_gpu: bool = False  # bf16, channels_last, compiled
+    folder: Path | None = None  # of JPEG files, instead of random images
+    loaders: int = 2  # processes that decode it, over all ranks
 
     def ours(self, world: int) -> Figures:
         """With everything on: TensorBoard, metrics, meters, progress bar, checkpoints, proof."""
         words = [
-            *("model=resnet18", f"model.name={self.model}", "data=synthetic", f"data.image_size={self.image_size}"),
+            *("model=resnet18", f"model.name={self.model}", *self._data(world)),
             *(f"+model.kwargs.{key}={value}" for key, value in self.kwargs.items()),
-            *(f"data.kwargs.num_samples={self.steps * self.batch_size}", f"data.batch_size={self.batch_size}"),
+            *(f"data.image_size={self.image_size}", f"data.batch_size={self.batch_size}"),
             *(f"parallel={'ddp' if world > 1 else 'single'}", f"parallel.devices={world}"),
             *("parallel.threads_per_device=1", "optim.warmup_epochs=0"),
             *(ON_GPU if self.on_gpu else ["parallel.accelerator=cpu"]),
@@ -70,6 +72,11 @@ class Training:
             "data_wait": float(result.data_wait or 0),
         }
 
+    def _data(self, world: int) -> list[str]:
+        if self.folder is None:
+            return ["data=synthetic", f"data.kwargs.num_samples={self.steps * self.batch_size}"]
+        return ["data=folder", f"data.root={self.folder}", f"data.workers={self.loaders // world}"]
+
     def by_hand(self, world: int, optimizer: str = "fused", peer: str | None = None) -> Figures:
         words = [
             *("--model", self.model, "--kwargs", json.dumps(self.kwargs), "--optimizer", optimizer),
@@ -79,6 +86,7 @@ class Training:
         ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
         script = ["scripts/bench_peers.py", peer] if peer else ["scripts/bench_loop.py"]
+        script += [str(self.folder), str(self.loaders // world)] if self.folder else []
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
             figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log])
@@ -132,6 +140,12 @@ def measures(images: Path) -> dict[str, Measure]:
     for peer in PEERS:
         if importlib.util.find_spec(peer):
             found[f"tiny x1 {peer}"] = partial(TRAININGS["tiny"].by_hand, 1, peer=peer)
+    files = Training(
+        TRAININGS["tiny"].model, {"embed_dim": 32, "depth": 2, "num_heads": 2}, 60, 10, 32, 224, folder=images
+    )
+    for world in (1, 2):
+        found[f"JPEG training x{world}"] = partial(files.ours, world)
+        found[f"JPEG training x{world} timm"] = partial(files.by_hand, world, peer="timm")
     found["default AdamW"] = partial(TRAININGS["resnet18"].by_hand, 1, "default")
     for what, workers in (("ours", 1), ("timm", 1), ("ours", 2), ("timm", 2), ("core", 0)):
         found[f"JPEG {what} x{workers}"] = partial(said, [*data, what, str(images), "--workers", str(workers)])

@@ -1,12 +1,14 @@
-"""The training of scripts/bench_loop.py in other people's frameworks, one process, with their usual logging on.
+"""The training of scripts/bench_loop.py in other people's frameworks, with their usual logging on.
 
     pip install -r requirements-bench.txt
     python scripts/bench_peers.py lightning|accelerate --steps 100
+    [torchrun --nproc-per-node 2] scripts/bench_peers.py timm <folder of images> <loader workers> --steps 50
 
-Options and output as of scripts/bench_loop.py.
+Options and output as of scripts/bench_loop.py. timm's train.py is not in its package: its pieces are put together as there.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -42,13 +44,13 @@ class Clock:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.step, self.first, self.began = given, 0, 0.0, 0.0
 
-    def step_done(self) -> None:
+    def step_done(self, reports: bool = True) -> None:
         self.step += 1
         if self.step == 1:
             self.first = time.time()
         if self.step == self.given.warm_up:
             self.began = time.perf_counter()
-        if self.step == self.given.steps:
+        if self.step == self.given.steps and reports:
             report(self.given, self.first, time.perf_counter() - self.began)
 
 
@@ -101,7 +103,58 @@ def lightning(given: argparse.Namespace) -> None:
     trainer.fit(Module(), Batches(given))
 
 
+def timms(given: argparse.Namespace, folder: str, workers: int) -> None:
+    """What timm's train.py does in a step: its loader, optimizer, schedule and meters, torch's DDP, a line of log."""
+    import timm
+    import torch.distributed as dist
+    from timm.data import create_dataset, create_loader
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from timm.utils import AverageMeter, reduce_tensor
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    model = timm.create_model(given.model, num_classes=10, **given.kwargs).train()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
+    if world > 1:
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    loader = create_loader(
+        create_dataset("", root=folder, split="train", is_training=True),
+        input_size=(3, given.image_size, given.image_size),
+        batch_size=given.batch_size // world,
+        is_training=True,
+        color_jitter=0.0,
+        interpolation="bilinear",
+        num_workers=workers,
+        distributed=world > 1,
+        device=torch.device("cpu"),
+    )
+    schedule, _ = create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=len(loader), step_on_epochs=False)
+    losses, clock = AverageMeter(), Clock(given)
+    for inputs, targets in loader:
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if world == 1:
+            losses.update(loss.item(), len(inputs))
+        optimizer.zero_grad()
+        if (clock.step + 1) % given.log_every == 0:
+            if world > 1:
+                losses.update(reduce_tensor(loss.data, world).item(), len(inputs))
+            print(f"step {clock.step + 1} loss {losses.val:.3f} ({losses.avg:.3f})", file=sys.stderr)
+        schedule.step_update(clock.step + 1, metric=losses.avg)
+        clock.step_done(rank == 0)
+        if clock.step == given.steps:
+            break
+    if world > 1:
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    run = {"accelerate": accelerate, "lightning": lightning}[sys.argv.pop(1)]
     torch.set_num_threads(1)
-    run(options())
+    peer = sys.argv.pop(1)
+    if peer == "timm":
+        images, loader_workers = sys.argv.pop(1), int(sys.argv.pop(1))
+        timms(options(), images, loader_workers)
+    else:
+        {"accelerate": accelerate, "lightning": lightning}[peer](options())

@@ -13,7 +13,8 @@ from src.config.resolve import global_batch, learning_rate
 from src.config.schema import Config
 from src.data.augment import Preprocessing, evaluation_transform, train_transform
 from src.data.datasets import Images, InMemory, build_images
-from src.data.loading import DeviceFeed, Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
+from src.data.feed import DeviceFeed
+from src.data.loading import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
 from src.model import build_ema, build_model, check_image_size, preprocessing_for
 from src.optim import build_optimizer, build_schedule
 from src.parallel.single import Single

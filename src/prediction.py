@@ -19,8 +19,9 @@ from src.config.resolve import resolve
 from src.config.schema import Config, DataConfig, ParallelConfig
 from src.data.augment import evaluation_transform
 from src.data.decode import decode_file
+from src.data.feed import DeviceFeed
 from src.data.folders import image_files
-from src.data.loading import DeviceFeed, Loader, Reader, evaluation_requests, num_workers
+from src.data.loading import Loader, Reader, evaluation_requests, num_workers
 from src.launch.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.single import Single

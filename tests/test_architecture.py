@@ -42,6 +42,7 @@ EXTRA = {  # file -> what it alone may import besides
     "src/study/sweep.py": {"launch.job", "launch.agent"},
     "src/study/board.py": {"data.folders"},  # looks at the images before a sweep starts; no torch
 }
+BY_HAND = ("scripts/bench_loop.py", "scripts/bench_peers.py")  # other people's ways, to be measured against
 # Library -> where it may be named. A folder ends with a slash.
 FENCES = {
     r"(hydra|omegaconf)": (
@@ -53,8 +54,8 @@ FENCES = {
         "src/study/search.py",
         "scripts/bench_parts.py",
     ),
-    r"torch\.distributed": ("src/parallel/", "src/launch/", "scripts/bench_loop.py"),
-    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/launch/", "scripts/bench_loop.py"),
+    r"torch\.distributed": ("src/parallel/", "src/launch/", *BY_HAND),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/launch/", *BY_HAND),
     r"timm": (
         "src/model.py",
         "src/cifar_resnet.py",
@@ -63,7 +64,7 @@ FENCES = {
         "src/optim.py",
         "src/data/",
         "src/training/",
-        "scripts/bench_loop.py",
+        *BY_HAND,
         "scripts/bench_data.py",
         "scripts/bench_measures.py",
     ),

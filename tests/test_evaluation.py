@@ -18,7 +18,8 @@ from torch.nn import functional
 import evaluate as entry
 from src.config.schema import ParallelConfig
 from src.data.datasets import InMemory
-from src.data.loading import DeviceFeed, Loader, Reader, evaluation_requests
+from src.data.feed import DeviceFeed
+from src.data.loading import Loader, Reader, evaluation_requests
 from src.launch.ranks import Ranks
 from src.parallel import build_strategy
 from src.training import metrics

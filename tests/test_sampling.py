@@ -16,7 +16,8 @@ from torch.utils.data import DistributedSampler
 from src.config.schema import AugmentConfig, DataConfig
 from src.data.augment import train_transform
 from src.data.datasets import Synthetic
-from src.data.loading import DeviceFeed, Reader, TrainLoader, evaluation_requests, train_requests
+from src.data.feed import DeviceFeed
+from src.data.loading import Reader, TrainLoader, evaluation_requests, train_requests
 from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
 from src.launch.ranks import Ranks
 

@@ -1,4 +1,4 @@
-"""Batches on a CPU share memory only with batches that nobody holds any more."""
+"""Batches come to the device whole and in order; on a CPU they share memory only with batches that nobody holds any more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from conftest import plain
 from torch import Tensor
 
-from src.data.loading import Blocks, DeviceFeed
+from src.data.feed import Blocks, DeviceFeed
 
 
 def test_a_block_that_nobody_holds_is_used_again() -> None:
@@ -64,3 +64,40 @@ def test_normalising_is_as_ever_in_both_formats(channels_last: bool) -> None:
     torch.testing.assert_close(found, (images / 255 - 0.5) / 0.25)
     wanted = torch.channels_last if channels_last else torch.contiguous_format
     assert found.is_contiguous(memory_format=wanted)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_on_a_gpu_each_batch_is_sent_before_the_one_before_it_is_handed_out(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 8), channels_last=False)
+    monkeypatch.setattr(feed, "_copies", object())  # as if there were a stream for copies
+    sent: list[int] = []
+    monkeypatch.setattr(feed, "_sent", lambda batch: (sent.append(batch), batch)[1])
+    monkeypatch.setattr(feed, "_received", lambda batch: batch)
+    batches: Any = iter(range(count))
+    for number, batch in enumerate(feed.stream(batches)):
+        assert batch == number and sent == list(range(min(number + 2, count))), "one ahead, and no more"
+    assert len(sent) == count, "and none is lost"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_copy_to_the_gpu_overlaps_with_work_there(pinned: bool) -> None:
+    device = torch.device("cuda", 0)
+    feed = DeviceFeed(device, plain(3, 224), channels_last=True)
+    images = torch.randint(0, 256, (256, 3, 224, 224), dtype=torch.uint8)
+    batches = [(image.pin_memory() if pinned else image, torch.zeros(256)) for image in (images, images + 1) * 4]
+    weights = torch.randn(8192, 8192, device=device)
+    with torch.profiler.profile() as profile:
+        for number, (found, _) in enumerate(feed.stream(iter(batches))):
+            for _ in range(4):
+                weights = (weights @ weights).clamp_(-1, 1)
+            assert torch.equal(found, batches[number][0].to(device).float())  # waits: the next is under way by now
+        torch.cuda.synchronize()
+    ours = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [event.time_range for event in ours if "Memcpy HtoD" in event.name]
+    products = [event.time_range for event in ours if "gemm" in event.name.lower() or "cutlass" in event.name.lower()]
+    overlapping = [c for c in copies if any(c.start < p.end and p.start < c.end for p in products)]
+    assert len(overlapping) >= 6, f"{len(overlapping)} of {len(copies)} copies beside {len(products)} products"
