@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 
 from scripts.bench_measures import (
     GPU_TRAININGS,
-    PARTS,
     PEERS,
+    SELDOM,
+    Figures,
     Measure,
     Round,
     call,
@@ -36,6 +37,7 @@ from scripts.bench_measures import (
     derive_on_gpu,
     gpu_measures,
     measures,
+    parts,
 )
 from src import machine
 from src.records import claim_folder, write_json
@@ -104,10 +106,10 @@ def rows(measured: Collection[str]) -> list[Row]:
         found.append(
             Row(f"JPEG, {workers} workers: images/s over timm's loader", rate, ours, f"JPEG timm x{workers}", 1.4)
         )
-        found.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"{workers} cores", 0.9))
+        found.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"JPEG core x{workers}", 0.9))
     for world in (1, 2):
-        sides = (f"JPEG training x{world}", f"JPEG training x{world} timm")
-        found.append(Row(f"JPEG training x{world}: images/s over timm's train.py, in pieces", rate, *sides, 1.0))
+        sides = (f"{SELDOM} x{world}", f"{SELDOM} x{world} timm")
+        found.append(Row(f"{SELDOM} x{world}: images/s over timm's train.py, in pieces", rate, *sides, 1.0))
     return [
         *found,
         Row("synthetic data: share of a step spent waiting", "data_wait", "resnet18 x1", None, 0.005, True),
@@ -139,25 +141,29 @@ def main() -> int:
         call([sys.executable, "scripts/bench_data.py", "make", images])
         everything = gpu_measures() if given.gpu else measures(Path(images))
         wanted = {name: measure for name, measure in everything.items() if given.only in name}
-        done: list[Round] = []
-        for number in range(given.rounds):
-            done.append(measure_all(wanted, number, given.rounds, done))
+        in_parts = {} if given.gpu else parts(Path(images), given.rounds)
+        measured = {name: part() for name, part in in_parts.items() if given.only in name}
+        done = [measure_all(wanted, measured, number, given.rounds) for number in range(given.rounds)]
     if given.only:
-        for name in wanted:
-            print(name, {figure: statistics.median(one[name][figure] for one in done) for figure in done[0][name]})
+        for name in done[0]:
+            rounds = [one[name] for one in done if name in one]
+            print(name, {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]})
         return 0
     for one in done:
         (derive_on_gpu if given.gpu else derive)(one)
-    table = [(row, [row.value(one) for one in done]) for row in (gpu_rows() if given.gpu else rows(wanted))]
+    table = [
+        (row, [row.value(one) for one in done if row.ours in one])
+        for row in (gpu_rows() if given.gpu else rows(wanted))
+    ]
     return show(table, done)
 
 
-def measure_all(wanted: dict[str, Measure], number: int, of: int, before: list[Round]) -> Round:
-    """One round: everything once, one after the other; what has rounds of its own, in the first only."""
+def measure_all(wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int) -> Round:
+    """One round: everything once, one after the other, with this round's figures of the parts."""
     began = time.perf_counter()
-    done = {n: before[0][n] if before and n in PARTS else measure() for n, measure in wanted.items()}
+    done = {name: measure() for name, measure in wanted.items() if number % 2 == 0 or SELDOM not in name}
     print(f"round {number + 1} of {of}: {time.perf_counter() - began:.0f} s, {about()['load']}", file=sys.stderr)
-    return done
+    return done | {name: rounds[number] for name, rounds in parts.items()}
 
 
 def about() -> dict[str, object]:

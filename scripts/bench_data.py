@@ -1,9 +1,9 @@
 """How fast image files become training batches: our loader, timm's, and what one core can do at most.
 
-    python scripts/bench_data.py make <folder>              # 500x375 JPEG files that decode like photographs
-    python scripts/bench_data.py ours|timm|core <folder> --workers 2
+    python scripts/bench_data.py make <folder>     # 500x375 JPEG files that decode like photographs
+    python scripts/bench_data.py measure <folder>  # all with 1 and 2 workers, an epoch each, in turns
 
-Prints one line of JSON: images per second over an epoch after a first one, which starts the workers.
+Prints JSON: of each round, images per second. A first round, which starts the workers, is not told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 SIZE, BATCH = 224, 32
-LINKS = 4  # names of each file: an epoch's start and end, where the workers have nothing to do, weigh little
+LINKS = 2  # names of each file: an epoch's start and end, where the workers have nothing to do, weigh little
 
 
 def make(folder: Path, count: int = 480) -> None:
@@ -41,12 +41,15 @@ def make(folder: Path, count: int = 480) -> None:
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
 
 
-def ours(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+Epoch = Callable[[], Iterator[int]]  # the sizes of its batches
+
+
+def ours(folder: Path, workers: int) -> Epoch:
     loader = _our_loader(folder, workers)
     return lambda: (len(labels) for _, labels in loader.epoch(0))
 
 
-def core(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+def core(folder: Path) -> Epoch:
     """Decode and transform alone, in this process: no batches sent, none normalised."""
     loader = _our_loader(folder, 0)
 
@@ -67,7 +70,6 @@ def _our_loader(folder: Path, workers: int) -> Any:
     from src.data.feed import DeviceFeed
     from src.data.loading import Reader, TrainLoader, train_requests
 
-    torch.set_num_threads(1)
     split = build_images(DataConfig(name="folder", root=str(folder))).train
     transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
     preprocessing = Preprocessing((3, SIZE, SIZE), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bilinear")
@@ -76,12 +78,11 @@ def _our_loader(folder: Path, workers: int) -> Any:
     return TrainLoader(reader, train_requests(split, BATCH, 0, 1, 0), feed, workers)
 
 
-def timm(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
+def timm(folder: Path, workers: int) -> Epoch:
     """timm's own loader as its train.py makes it: its transform, uint8 batches, normalised after the workers."""
     import torch
     from timm.data import create_dataset, create_loader
 
-    torch.set_num_threads(1)
     dataset = create_dataset("", root=str(folder), split="train", is_training=True)
     loader = create_loader(
         dataset,
@@ -101,20 +102,38 @@ def timm(folder: Path, workers: int) -> Callable[[], Iterator[int]]:
     return lambda: (len(labels) for _, labels in loader)
 
 
+def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
+    import torch
+
+    from src.process import keep_freed_memory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a run on a CPU does
+    epochs = {"core": core(folder)}
+    for workers in (1, 2):
+        epochs |= {f"ours x{workers}": ours(folder, workers), f"timm x{workers}": timm(folder, workers)}
+    found = []
+    for _ in range(rounds + 1):
+        found.append({name: rate(epoch) for name, epoch in epochs.items()})
+    return found[1:]
+
+
+def rate(epoch: Epoch) -> float:
+    began = time.perf_counter()
+    count = sum(epoch())
+    return count / (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["make", "ours", "timm", "core"])
+    parser.add_argument("what", choices=["make", "measure"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if given.what == "make":
         make(given.folder)
-        return
-    epoch = {"ours": ours, "timm": timm, "core": core}[given.what](given.folder, given.workers)
-    sum(epoch())
-    began = time.perf_counter()
-    count = sum(epoch())
-    print(json.dumps({"images_per_sec": count / (time.perf_counter() - began)}))
+    else:
+        print(json.dumps(measure(given.folder, given.rounds)))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from src import machine
 from src.records import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("lightning", "accelerate")
-PARTS = ("evaluation", "checkpoint")  # measured in rounds of their own, in one process
+SELDOM = "JPEG training"  # in every second round: with more, the whole would take longer than ten minutes
 ON_GPU = ("parallel.accelerator=cuda", "model.compile=true", "model.channels_last=true", "train.precision=bf16")
 BY_HAND_ON_GPU = ("--accelerator", "cuda", "--compile", "--channels-last", "--precision", "bf16")
 PEAK_BF16 = {
@@ -32,6 +33,7 @@ PEAK_BF16 = {
 Figures = dict[str, float]
 Round = dict[str, Figures]  # what was measured -> its figures
 Measure = Callable[[], Figures]
+Part = Callable[[], list[Figures]]  # all rounds at once, in one process
 
 
 @dataclass
@@ -90,14 +92,14 @@ class Training:
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
             figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log])
-        return {**figures, "first_step": figures["first_step_at"] - began}
+        return {"first_step": figures.pop("first_step_at") - began, **figures}
 
 
 TRAININGS = {
-    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 1000, 50),
-    "resnet18": Training("resnet18", {}, 40, 10),
+    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 500, 50),
+    "resnet18": Training("resnet18", {}, 24, 6),
     "small ViT": Training(
-        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 40, 10
+        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 24, 6
     ),
 }
 
@@ -116,10 +118,9 @@ def call(command: list[str]) -> str:
     return done.stdout
 
 
-def said(command: list[str]) -> Figures:
-    """The figures that a command prints in JSON, on a line of their own."""
-    figures: Figures = json.loads([line for line in call(command).splitlines() if line.startswith("{")][-1])
-    return figures
+def said(command: list[str]) -> Any:
+    """The JSON that a command prints on a line of its own."""
+    return json.loads([line for line in call(command).splitlines() if line.startswith(("{", "["))][-1])
 
 
 def timed(command: list[str], exit_code: int = 0) -> Figures:
@@ -131,7 +132,7 @@ def timed(command: list[str], exit_code: int = 0) -> Figures:
 
 def measures(images: Path) -> dict[str, Measure]:
     """Name -> what measures it, in processes of its own."""
-    train, data = [sys.executable, "train.py"], [sys.executable, "scripts/bench_data.py"]
+    train = [sys.executable, "train.py"]
     found: dict[str, Measure] = {}
     for name, training in TRAININGS.items():
         for world in (1, 2):
@@ -141,21 +142,26 @@ def measures(images: Path) -> dict[str, Measure]:
         if importlib.util.find_spec(peer):
             found[f"tiny x1 {peer}"] = partial(TRAININGS["tiny"].by_hand, 1, peer=peer)
     files = Training(
-        TRAININGS["tiny"].model, {"embed_dim": 32, "depth": 2, "num_heads": 2}, 60, 10, 32, 224, folder=images
+        TRAININGS["tiny"].model, {"embed_dim": 32, "depth": 2, "num_heads": 2}, 30, 5, 32, 224, folder=images
     )
     for world in (1, 2):
-        found[f"JPEG training x{world}"] = partial(files.ours, world)
-        found[f"JPEG training x{world} timm"] = partial(files.by_hand, world, peer="timm")
+        found[f"{SELDOM} x{world}"] = partial(files.ours, world)
+        found[f"{SELDOM} x{world} timm"] = partial(files.by_hand, world, peer="timm")
     found["default AdamW"] = partial(TRAININGS["resnet18"].by_hand, 1, "default")
-    for what, workers in (("ours", 1), ("timm", 1), ("ours", 2), ("timm", 2), ("core", 0)):
-        found[f"JPEG {what} x{workers}"] = partial(said, [*data, what, str(images), "--workers", str(workers)])
     found["import hydra"] = partial(timed, [sys.executable, "-c", "import hydra"])
     found["--help"] = partial(timed, [*train, "--help"])
     found["--cfg job"] = partial(timed, [*train, "--cfg", "job"])
     found["a refused config"] = partial(timed, [*train, "optim.learning_rate=1"], exit_code=2)
-    for part in PARTS:
-        found[part] = partial(said, [sys.executable, "scripts/bench_parts.py", part])
     return found
+
+
+def parts(images: Path, rounds: int) -> dict[str, Part]:
+    """Name -> what measures it in rounds of its own, in one process."""
+    python, number = sys.executable, ["--rounds", str(rounds)]
+    found = {
+        name: partial(said, [python, "scripts/bench_parts.py", name, *number]) for name in ("evaluation", "checkpoint")
+    }
+    return {"JPEG loading": partial(said, [python, "scripts/bench_data.py", "measure", str(images), *number]), **found}
 
 
 def derive(done: Round) -> None:
@@ -163,8 +169,11 @@ def derive(done: Round) -> None:
     for suffix in ("", " by hand"):
         one, two = (done[f"resnet18 x{world}{suffix}"]["images_per_sec"] for world in (1, 2))
         done[f"ddp{suffix}"] = {"speed-up": two / one}
+    for name, rate in done["JPEG loading"].items():
+        done[f"JPEG {name}"] = {"images_per_sec": rate}
     for workers in (1, 2):
-        done[f"{workers} cores"] = {"images_per_sec": workers * done["JPEG core x0"]["images_per_sec"]}
+        done[f"JPEG core x{workers}"] = {"images_per_sec": workers * done["JPEG core"]["images_per_sec"]}
+    done["evaluation"]["ratio"] = done["evaluation"]["by_hand_s"] / done["evaluation"]["ours_s"]
     done["checkpoint"]["share"] = done["checkpoint"]["save_s"] / (500 * done["checkpoint"]["step_s"])
 
 

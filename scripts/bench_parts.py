@@ -1,20 +1,20 @@
 """Evaluation and saving, each against the least that does the same, in one process and in turns.
 
-    python scripts/bench_parts.py evaluation   # images per second, ours and a loop under inference_mode
+    python scripts/bench_parts.py evaluation   # images per second, ours over those of a loop under inference_mode
     python scripts/bench_parts.py checkpoint   # seconds to save a ResNet-50, and of a training step of it
 
-Prints one line of JSON.
+Prints JSON: a list of the rounds' figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
@@ -32,7 +32,7 @@ from src.training import checkpoint
 from src.training.loop import Progress
 from src.training.metrics import evaluate
 
-ROUNDS = 5
+Figures = dict[str, float]
 
 
 def prepare(*words: str) -> tuple[Config, Single, Parts]:
@@ -50,7 +50,7 @@ def seconds(what: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def evaluation() -> dict[str, float]:
+def evaluation(rounds: int) -> list[Figures]:
     _, strategy, parts = prepare("data.kwargs.num_samples=8192", "data.batch_size=64")
     model, loader = parts.trainee.model, parts.evaluation["val"]
     split = parts.images.val
@@ -70,11 +70,10 @@ def evaluation() -> dict[str, float]:
         return right / len(split) + float(loss)
 
     ours(), by_hand()
-    rounds = [(seconds(ours), seconds(by_hand)) for _ in range(ROUNDS)]
-    return {"ratio": statistics.median(hand / own for own, hand in rounds)}
+    return [{"ours_s": seconds(ours), "by_hand_s": seconds(by_hand)} for _ in range(rounds)]
 
 
-def saving() -> dict[str, float]:
+def saving(rounds: int) -> list[Figures]:
     _, _, parts = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
     trainee, batches = parts.trainee, parts.train.epoch(0)
 
@@ -91,11 +90,12 @@ def saving() -> dict[str, float]:
 
         step()
         save(0)
-        steps, saves = zip(*((seconds(step), seconds(lambda: save(n + 1))) for n in range(ROUNDS)), strict=True)  # noqa: B023
-    return {"step_s": statistics.median(steps), "save_s": statistics.median(saves)}
+        return [{"step_s": seconds(step), "save_s": seconds(partial(save, n))} for n in range(1, rounds + 1)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["evaluation", "checkpoint"])
-    print(json.dumps(evaluation() if parser.parse_args().what == "evaluation" else saving()))
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    print(json.dumps((evaluation if given.what == "evaluation" else saving)(given.rounds)))

