@@ -96,7 +96,7 @@ class Training:
 
 
 TRAININGS = {
-    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 1200, 50),
+    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 1000, 50),
     "resnet18": Training("resnet18", {}, 24, 6),
     "small ViT": Training(
         "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 24, 6
