@@ -178,9 +178,9 @@ def about() -> dict[str, object]:
 def show(table: list[tuple[Row, list[float]]], done: list[Round]) -> int:
     """Print the table and write every figure. Returns the exit code: 1 where a target is missed."""
     width = max(len(row.name) for row, _ in table)
-    print(f"{'':{width}s}  median  lowest highest   target")
+    print(f"{'':{width}s}   median   lowest  highest   target")
     for row, values in table:
-        numbers = "  ".join(f"{value:6.3f}" for value in (statistics.median(values), min(values), max(values)))
+        numbers = "  ".join(f"{value:7.4f}" for value in (statistics.median(values), min(values), max(values)))
         target = "" if row.target is None else f"{'<=' if row.less_is_better else '>='} {row.target}"
         print(f"{row.name:{width}s}  {numbers}  {target:>8s}  {row.judge(values)}")
     folder = claim_folder(ROOT / "outputs" / "bench" / time.strftime("%Y-%m-%d/%H-%M-%S"))

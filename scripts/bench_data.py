@@ -79,27 +79,27 @@ def _our_loader(folder: Path, workers: int) -> Any:
 
 
 def timm(folder: Path, workers: int) -> Epoch:
+    loader = timms_loader(folder, workers, BATCH, persistent_workers=True)
+    return lambda: (len(labels) for _, labels in loader)
+
+
+def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) -> Any:
     """timm's own loader as its train.py makes it: its transform, uint8 batches, normalised after the workers."""
     import torch
     from timm.data import create_dataset, create_loader
 
-    dataset = create_dataset("", root=str(folder), split="train", is_training=True)
-    loader = create_loader(
-        dataset,
+    return create_loader(
+        create_dataset("", root=str(folder), split="train", is_training=True),
         input_size=(3, SIZE, SIZE),
-        batch_size=BATCH,
+        batch_size=batch_size,
         is_training=True,
-        no_aug=False,
         hflip=0.5,
         color_jitter=0.0,
         interpolation="bilinear",
         num_workers=workers,
-        use_prefetcher=True,
         device=torch.device("cpu"),
-        pin_memory=False,
-        persistent_workers=True,
+        **options,
     )
-    return lambda: (len(labels) for _, labels in loader)
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, float]]:

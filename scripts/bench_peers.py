@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 import torch
 from torch.nn.functional import cross_entropy
 
+from scripts.bench_data import timms_loader
 from scripts.bench_loop import data, model_and_optimizer, options, report
 
 
@@ -103,11 +104,10 @@ def lightning(given: argparse.Namespace) -> None:
     trainer.fit(Module(), Batches(given))
 
 
-def timms(given: argparse.Namespace, folder: str, workers: int) -> None:
+def timms(given: argparse.Namespace, folder: Path, workers: int) -> None:
     """What timm's train.py does in a step: its loader, optimizer, schedule and meters, torch's DDP, a line of log."""
     import timm
     import torch.distributed as dist
-    from timm.data import create_dataset, create_loader
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
     from timm.utils import AverageMeter, reduce_tensor
@@ -118,17 +118,7 @@ def timms(given: argparse.Namespace, folder: str, workers: int) -> None:
     if world > 1:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
-    loader = create_loader(
-        create_dataset("", root=folder, split="train", is_training=True),
-        input_size=(3, given.image_size, given.image_size),
-        batch_size=given.batch_size // world,
-        is_training=True,
-        color_jitter=0.0,
-        interpolation="bilinear",
-        num_workers=workers,
-        distributed=world > 1,
-        device=torch.device("cpu"),
-    )
+    loader = timms_loader(folder, workers, given.batch_size // world, distributed=world > 1)
     schedule, _ = create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=len(loader), step_on_epochs=False)
     losses, clock = AverageMeter(), Clock(given)
     for inputs, targets in loader:
@@ -154,7 +144,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     peer = sys.argv.pop(1)
     if peer == "timm":
-        images, loader_workers = sys.argv.pop(1), int(sys.argv.pop(1))
+        images, loader_workers = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
         timms(options(), images, loader_workers)
     else:
         {"accelerate": accelerate, "lightning": lightning}[peer](options())
