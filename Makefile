@@ -26,11 +26,11 @@ test-all: $(VENV)/development ## all tests that can run here, the slow ones too
 	$(PYTEST) $(ARGS)
 
 bench: $(VENV)/runtime ## this project against a loop written by hand, on this machine (ARGS="--rounds 5")
-	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/python scripts/maintain/bench.py $(ARGS)
 
 gpu-check: $(VENV)/development ## the tests and the speed that need a CUDA device; skipped with a word elsewhere
 	$(PYTEST) -m gpu -rs $(ARGS)
-	$(BIN)/python scripts/bench.py --gpu --rounds 2
+	$(BIN)/python scripts/maintain/bench.py --gpu --rounds 2
 
 lint: $(VENV)/development ## ruff and mypy
 	$(BIN)/ruff check .

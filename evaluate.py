@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from src.config.words import one_of, parse_words
-from src.secrets import mask
+from src.engine.config.words import one_of, parse_words
+from src.engine.machine.secrets import mask
 
 OPTIONS = {"run": None, "split": "all", "checkpoint": None}
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = parse_words(arguments, OPTIONS, ("run",), str(__doc__))
         one_of(options, "split", "val", "test", "all")
-        from src.evaluation import evaluate_run
+        from src.run.evaluate import evaluate_run
 
         for split, numbers in evaluate_run(Path(options["run"]), options["split"], options.get("checkpoint")):
             print(json.dumps({"split": split, **numbers}))

@@ -1,7 +1,7 @@
 """Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
 
 Short on purpose: the command line is composed and checked before torch is imported, once; then ranks start as processes
-of their own and read the frozen config of their run folder (src/launch/). What a run does stands in src/run.py.
+of their own and read the frozen config of their run folder (src/engine/launch/). What a run does stands in src/run/lifecycle.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from src.launch.ranks import Ranks, ranks_from_environment
-from src.secrets import hide, mask
+from src.engine.machine.ranks import Ranks, ranks_from_environment
+from src.engine.machine.secrets import hide, mask
+from src.run import run
 
 
 def main() -> int:
@@ -22,9 +23,9 @@ def main() -> int:
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
-            from src.launch.outside import follow
+            from src.engine.launch.torchrun import follow
 
-            return follow(ranks)
+            return follow(run, ranks)
         return _lead(ranks)
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
@@ -44,7 +45,7 @@ def _lead(ranks: Ranks | None) -> int:
         return (_sweep if arguments.multirun else _run)(arguments, ranks)
     except ValueError as error:
         if ranks is not None:
-            from src.launch.outside import refuse_followers
+            from src.engine.launch.torchrun import refuse_followers
 
             refuse_followers(str(error), ranks)
         raise
@@ -63,14 +64,14 @@ def _parse(words: list[str]) -> Any:
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:
     """One run: compose, check, claim or reopen the run folder, start the ranks (or, under torchrun, be rank 0)."""
-    from src.config.compose import compose_command, run_in_hydra
-    from src.config.resolve import resolve
     from src.data.folders import check_data
-    from src.launch.job import run_job
-    from src.launch.outside import lead, remembered_folder
-    from src.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
-    from src.ownership import own
-    from src.records import claim_folder
+    from src.engine.config.compose import compose_command, run_in_hydra
+    from src.engine.config.resolve import resolve
+    from src.engine.launch.job import run_job
+    from src.engine.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
+    from src.engine.launch.torchrun import lead, remembered_folder
+    from src.engine.machine.files import claim_folder
+    from src.engine.machine.lock import own
 
     command = compose_command(with_saved_overrides(arguments))
     check_data(command.config.data)
@@ -83,23 +84,24 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
             check_resumable(config, folder)
         if ranks is None:
             return run_in_hydra(command, folder, lambda: run_job(config, folder))
-        return run_in_hydra(command, folder, lambda: lead(config, folder, ranks))
+        return run_in_hydra(command, folder, lambda: lead(run, config, folder, ranks))
 
 
 def _sweep(arguments: Any, ranks: Ranks | None) -> int:
     """--multirun: all jobs composed first, then run one by one, each in processes of its own."""
-    from src.study.sweep import run_sweep
+    from src.data.folders import training_size
+    from src.engine.sweep.sweep import run_sweep
 
     if ranks is not None:
         raise ValueError("--multirun: a sweep starts its own ranks; run it with python train.py -m …, without torchrun")
-    return run_sweep(arguments)
+    return run_sweep(arguments, training_size)
 
 
 def _hydra_habits(arguments: Any) -> int:
     """--help, --cfg, --info and shell completion, as Hydra does them."""
     import hydra
 
-    from src.config.compose import VERSION_BASE, compose_command, store_schema
+    from src.engine.config.compose import VERSION_BASE, compose_command, store_schema
 
     chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):

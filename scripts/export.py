@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.config.words import one_of, parse_words
-from src.secrets import mask
+from src.engine.config.words import one_of, parse_words
+from src.engine.machine.secrets import mask
 
 OPTIONS = {**dict.fromkeys(("run", "output", "checkpoint", "weights")), "format": "safetensors"}
 
@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
 
         import torch
 
-        from src.export import export_program, export_safetensors
-        from src.trained import load_trained
+        from src.trained.export import export_program, export_safetensors
+        from src.trained.load import load_trained
 
         run = Path(options["run"])
         folder = Path(options.get("output", run / "export"))

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src import machine
-from src.config.schema import ParallelConfig
-from src.config.words import one_of, parse_words, whole_number
-from src.secrets import mask
+from src.engine.config.words import one_of, parse_words, whole_number
+from src.engine.machine import hardware
+from src.engine.machine.secrets import mask
+from src.schema import ParallelConfig
 
 OPTIONS = {
     **dict.fromkeys(("run", "images", "format", "output", "checkpoint", "weights")),
@@ -58,16 +58,15 @@ def _check(options: dict[str, str]) -> None:
 def _become_torchrun(options: dict[str, str], arguments: list[str]) -> NoReturn:
     count = options["devices"]
     if count == "auto":
-        count = str(len(machine.visible_cuda_devices()) or min(2, machine.cores()))
+        count = str(len(hardware.visible_cuda_devices()) or min(2, hardware.cores()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     os.execv(sys.executable, [sys.executable, *torchrun, __file__, *arguments])
 
 
 def _predict(options: dict[str, str]) -> None:
-    from src.launch.outside import open_store
-    from src.launch.ranks import Ranks, ranks_from_environment
-    from src.prediction import Wanted, predict, write
+    from src.engine.machine.ranks import Ranks, open_store, ranks_from_environment
+    from src.trained.predict import Wanted, predict, write
 
     started = time.monotonic()
     output = Path(options["output"]) if "output" in options else None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.secrets import mask
-from src.study.report import write_report
+from src.engine.machine.secrets import mask
+from src.engine.report.report import write_report
 
 
 def main() -> int:

@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
-from src.config.compose import compose_command
-from src.config.resolve import resolve
-from src.config.schema import Config
 from src.data.augment import Preprocessing
-from src.launch.ranks import NEEDED, Ranks
+from src.engine.config.compose import compose_command
+from src.engine.config.resolve import resolve
+from src.engine.machine.ranks import NEEDED, Ranks
+from src.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -106,7 +106,7 @@ class Running:
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if "src.launch.worker" in child.cmdline() and child.parent().pid == self.process.pid:
+                if "src.run" in child.cmdline() and child.parent().pid == self.process.pid:
                     found[int(child.environ().get("RANK", "0"))] = child
             except (psutil.NoSuchProcess, AttributeError):
                 continue
@@ -280,7 +280,7 @@ def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, tim
     import tempfile
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["src.run"])
+    context.set_forkserver_preload(["src.run.lifecycle"])
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

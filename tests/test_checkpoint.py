@@ -19,10 +19,10 @@ from conftest import Finished, in_ranks, resolved
 from torch import nn
 
 import train as entry
-from src import machine
-from src.build import Parts, build
-from src.launch.ranks import NEEDED, Ranks
+from src.engine.machine import hardware
+from src.engine.machine.ranks import NEEDED, Ranks
 from src.parallel import build_strategy
+from src.run.build import Parts, build
 from src.training import checkpoint
 from src.training.loop import Progress
 
@@ -287,9 +287,9 @@ def resume(
     shutil.copytree(finished_run.folder, folder)
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: ())
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     started: list[str] = []
-    monkeypatch.setattr("src.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0)
+    monkeypatch.setattr("src.engine.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0)
 
     def run(*words: str) -> tuple[int, str, list[str]]:
         before = everything(folder)

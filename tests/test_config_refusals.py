@@ -17,12 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train
-from src import machine
-from src.config.compose import compose_command, freeze, read_frozen
-from src.config.keys import is_known
-from src.config.resolve import global_batch, resolve
-from src.config.schema import Config
-from src.launch.ranks import NEEDED, ranks_from_environment
+from src.engine.config.compose import compose_command, freeze, read_frozen
+from src.engine.config.keys import is_known
+from src.engine.config.resolve import resolve
+from src.engine.machine import hardware
+from src.engine.machine.hardware import CudaDevice
+from src.engine.machine.ranks import NEEDED, ranks_from_environment
+from src.schema import Config, global_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "train.py"
@@ -30,8 +31,8 @@ RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBL
 Refuse = Callable[..., str]
 
 
-def fake_cuda(count: int) -> tuple[machine.CudaDevice, ...]:
-    return tuple(machine.CudaDevice(index, "fake", 1, f"GPU-{index}") for index in range(count))
+def fake_cuda(count: int) -> tuple[CudaDevice, ...]:
+    return tuple(CudaDevice(index, "fake", 1, f"GPU-{index}") for index in range(count))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     monkeypatch.chdir(here)
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(0))
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(0))
     monkeypatch.setattr(subprocess, "Popen", _no_child)
 
     def run(*words: str) -> str:
@@ -116,7 +117,7 @@ NAMES = [
     ("model.name=os.system", "model.name=os.system"),
     ("model.name=", "model.name="),
     ("model.name=src.nothing.Net", "model.name=src.nothing.Net"),
-    ("model.name=src.model.Nothing", "model.name=src.model.Nothing"),
+    ("model.name=src.models.build.Nothing", "model.name=src.models.build.Nothing"),
     ("model.name=resnet18.nonsense", "model.name=resnet18.nonsense"),
     ("optim.opt=adamww", "optim.opt=adamww", "adamw"),
     ("optim.sched=cosin", "optim.sched=cosin", "cosine"),
@@ -226,7 +227,7 @@ WHAT_HYDRA_WOULD_CALL = [
     ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
     ("++hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
     ("++hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging"),
-    ("++hydra.job_logging.handlers.x={class:src.model.build_model}", "hydra.job_logging"),
+    ("++hydra.job_logging.handlers.x={class:src.models.build.build_model}", "hydra.job_logging"),
     ("--experimental-rerun=job.pickle", "--experimental-rerun"),
 ]
 PLACES = [
@@ -328,7 +329,7 @@ def test_a_wrong_word_in_a_finished_runs_config_is_refused_by_name(
 def test_more_cuda_devices_than_there_are_is_refused(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(2))
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(2))
     line = refuse(*command.split(" "))
     assert [name for name in named if name not in line] == [], line
 
@@ -422,7 +423,7 @@ def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_k
     overrides: list[str], cuda: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
-        patch.setattr(machine, "visible_cuda_devices", lambda: fake_cuda(cuda))
+        patch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(cuda))
         try:
             config = resolve(compose_command(parse(overrides)).config)
         except ValueError as error:

@@ -14,11 +14,11 @@ import torch
 from conftest import in_ranks, read_lines, resolved
 from torch import Tensor, nn
 
-from src.config.schema import Config, ParallelConfig
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_result
 from src.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
-from src.records import read_result
-from src.run import Run
+from src.run.lifecycle import Run
+from src.schema import Config, ParallelConfig
 from src.training import checkpoint
 
 SPREADS = {

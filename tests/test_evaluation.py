@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import evaluate as entry
-from src.config.schema import ParallelConfig
 from src.data.datasets import InMemory
 from src.data.feed import DeviceFeed
-from src.data.loading import Loader, Reader, evaluation_requests
-from src.launch.ranks import Ranks
+from src.data.loader import Loader, Reader, evaluation_requests
+from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
+from src.schema import ParallelConfig
 from src.training import metrics
 
 SPLITS = ((37, 7), (10, 6), (2, 4), (1, 6))  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one

@@ -17,7 +17,7 @@ from conftest import Finished, Running, Train, in_ranks, resolved, tiny, without
 from PIL import Image
 
 from src.data.sampling import EpochShard
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
 from src.training import checkpoint
 
 pytestmark = pytest.mark.processes
@@ -273,7 +273,7 @@ def test_nothing_survives_a_killed_launcher(train: Train, strategy: str) -> None
 
 
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
-    from src.run import Run
+    from src.run.lifecycle import Run
 
     run = Run(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
 

@@ -21,11 +21,11 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 import train
-from src.config.compose import compose_command, read_frozen
-from src.config.expand import expand
-from src.launch import agent, job
-from src.launch.ranks import NEEDED
-from src.records import claim_folder
+from src.engine.config.compose import compose_command, read_frozen
+from src.engine.launch import job, supervisor
+from src.engine.machine.files import claim_folder
+from src.engine.machine.ranks import NEEDED
+from src.engine.sweep.points import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(
@@ -43,8 +43,9 @@ SEVERAL_DEVICES = ("dp", "ddp")
 RANKS = """
 import os, sys, traceback
 from pathlib import Path
-import torch, timm, src.run, torch.utils.tensorboard
-from src.launch import worker
+import torch, timm, src.run.lifecycle, torch.utils.tensorboard
+from src.engine.launch import rank as worker
+from src.run import run
 for line in sys.stdin:
     folder = Path(line.strip())
     if not (child := os.fork()):
@@ -52,7 +53,7 @@ for line in sys.stdin:
         try:
             console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(console, 1), os.dup2(console, 2)
-            code = worker.main(folder)
+            code = worker.main(folder, run)
             sys.stdout.flush()
         except BaseException:
             traceback.print_exc()
@@ -97,13 +98,13 @@ def run_command(
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    start = agent.run_ranks
+    start = supervisor.run_ranks
 
-    def ranks(config: Any, folder: Path, *more: Any) -> agent.Ended:
+    def ranks(config: Any, folder: Path, *more: Any) -> supervisor.Ended:
         if config.parallel.strategy == "ddp":
             return start(config, folder, *more)
         code = run_rank(folder)
-        return agent.Ended(exit_codes={0: code} if code else {})
+        return supervisor.Ended(exit_codes={0: code} if code else {})
 
     monkeypatch.setattr(job, "run_ranks", ranks)
 

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 from scripts import export as export_script
 from scripts import predict as predict_script
-from src import export
-from src.config.schema import DataConfig, ParallelConfig
 from src.data.datasets import build_images
-from src.launch.ranks import Ranks
-from src.prediction import Prediction, Wanted, predict, write
-from src.trained import load_trained
+from src.engine.machine.ranks import Ranks
+from src.schema import DataConfig, ParallelConfig
+from src.trained import export
+from src.trained.load import load_trained
+from src.trained.predict import Prediction, Wanted, predict, write
 
 CPU = torch.device("cpu")
 
@@ -219,7 +219,12 @@ def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train,
 
 @pytest.mark.processes
 def test_an_own_model_is_exported_as_tensors(train: Train) -> None:
-    words = ("model=resnet18", "model.name=src.cifar_resnet.CifarResNet18", "data=synthetic", "data.image_size=8")
+    words = (
+        "model=resnet18",
+        "model.name=src.models.cifar_resnet.CifarResNet18",
+        "data=synthetic",
+        "data.image_size=8",
+    )
     done = train("parallel=single", *words, "train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
     assert done.returncode == 0, done.output
     assert export_script.main([f"run={done.folder}"]) == 0

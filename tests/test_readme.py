@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from src.config.compose import compose_command
-from src.config.expand import expand
-from src.config.resolve import resolve
+from src.engine.config.compose import compose_command
+from src.engine.config.resolve import resolve
+from src.engine.sweep.points import expand
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?:python|torchrun --nproc-per-node \d+) (train|evaluate)\.py ?([^#`\n]*)")
@@ -59,7 +59,12 @@ def test_shown_command_composes(arguments: str) -> None:
 def test_tree_of_the_readme_exists() -> None:
     tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
     names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
-    folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").iterdir() if path.is_dir())]
+    folders = [
+        ROOT,
+        ROOT / "src",
+        *(path for path in (ROOT / "src").rglob("*") if path.is_dir()),
+        ROOT / "scripts" / "maintain",
+    ]
     for name in names:
         assert any((folder / name).exists() for folder in folders), name
     shown = {Path(name).name for name in names}

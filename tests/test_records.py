@@ -15,18 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.records import (
-    FORMAT,
-    STATUSES,
-    MetricsLog,
-    Result,
-    claim_folder,
-    read_metrics,
-    read_result,
-    write_json,
-    write_result,
-    write_text,
-)
+from src.engine.machine.files import claim_folder, write_json, write_text
+from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
 
 
 def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from src.records import FORMAT, Result, write_json, write_result
-from src.study.claims import judge
-from src.study.collect import collect
-from src.study.comparison import group
-from src.study.evidence import FAILS, HOLDS, UNMEASURED
-from src.study.measured import Run
-from src.study.report import write_report
+from src.engine.machine.files import write_json
+from src.engine.record.result import FORMAT, Result, write_result
+from src.engine.report.claims import judge
+from src.engine.report.collect import collect
+from src.engine.report.comparison import group
+from src.engine.report.evidence import FAILS, HOLDS, UNMEASURED
+from src.engine.report.measured import Run
+from src.engine.report.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -155,7 +156,7 @@ class Sweep:
 def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots are most of a report's time: drawn only where a test asks for `plots`."""
     if "plots" not in request.fixturenames:
-        monkeypatch.setattr("src.study.plots.draw", lambda members: [])
+        monkeypatch.setattr("src.engine.report.plots.draw", lambda members: [])
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 import train as entry
-from src import machine
-from src.config.compose import freeze, read_frozen
-from src.config.schema import Config
-from src.launch import job
-from src.launch.ranks import NEEDED
-from src.ownership import own
-from src.records import Result, write_result
+from src.engine.config.compose import freeze, read_frozen
+from src.engine.launch import job
+from src.engine.machine import hardware
+from src.engine.machine.lock import own
+from src.engine.machine.ranks import NEEDED
+from src.engine.record.result import Result, write_result
+from src.schema import Config
 
 WORDS = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
 
@@ -57,7 +57,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "visible_cuda_devices", lambda: ())
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
 
     def command(words: tuple[str, ...]) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])

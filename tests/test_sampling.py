@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from src.config.schema import AugmentConfig, DataConfig
 from src.data.augment import train_transform
 from src.data.datasets import Synthetic
 from src.data.feed import DeviceFeed
-from src.data.loading import Reader, TrainLoader, evaluation_requests, train_requests
+from src.data.loader import Reader, TrainLoader, evaluation_requests, train_requests
 from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
+from src.schema import AugmentConfig, DataConfig
 
 EVERYTHING = AugmentConfig(
     scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from src.config.compose import compose_command
-from src.config.expand import expand
-from src.config.space import check_space, parse_space, read_space
-from src.study.jobs import read_jobs
-from src.study.search import Follower
+from src.engine.config.compose import compose_command
+from src.engine.record.jobs import read_jobs
+from src.engine.sweep.points import expand
+from src.engine.sweep.search import Follower
+from src.engine.sweep.space import check_space, parse_space, read_space
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")

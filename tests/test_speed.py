@@ -17,12 +17,12 @@ from conftest import resolved
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
-from src.build import build
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
+from src.engine.record.console import Console
+from src.engine.record.result import MetricsLog
 from src.parallel import build_strategy
-from src.records import MetricsLog
-from src.run import Run
-from src.telemetry.console import Console
+from src.run.build import build
+from src.run.lifecycle import Run
 from src.training.loop import Progress, train_epoch
 
 BUSY = (  # everything that a step can be asked to do, but for what looks at every step by its nature
@@ -120,7 +120,7 @@ def test_nothing_is_logged_or_drawn_per_step(tmp_path: Path, monkeypatch: pytest
 
 FAULTS = """
 import resource, timm, torch
-from src.process import keep_freed_memory
+from src.engine.machine.process import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()
 model = timm.create_model("resnet18", num_classes=10)

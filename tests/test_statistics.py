@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.study.statistics import (
+from src.engine.report.statistics import (
     Order,
     Summary,
     compare,

@@ -11,9 +11,9 @@ import torch
 from conftest import Finished
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from src.config.schema import ParallelConfig
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
 from src.parallel.single import Single
+from src.schema import ParallelConfig
 
 CURVES = {
     *(
@@ -105,8 +105,8 @@ def test_a_driver_too_old_for_this_torch_is_told_at_once(monkeypatch: pytest.Mon
 def test_a_folder_name_with_a_space_makes_a_command_that_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from src.outcome import show_end
-    from src.records import Result
+    from src.engine.record.result import Result
+    from src.run.proof import show_end
 
     with caplog.at_level("INFO"):
         show_end(Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}))

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from src.config.schema import Config
 from src.data import tars
 from src.data.datasets import build_images
 from src.data.folders import check_data
-from src.data.loading import Reader
+from src.data.loader import Reader
 from src.data.sampling import EpochShard, Request
+from src.schema import Config
 
 CLASSES = ("cat", "dog")
 

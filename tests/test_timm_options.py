@@ -13,12 +13,12 @@ import torch
 from conftest import in_ranks, resolved
 from torch import nn
 
-from src.build import build
-from src.config.names import timm_optimizers
-from src.launch.ranks import Ranks
-from src.optim import build_optimizer, build_schedule
+from src.engine.config.names import timm_optimizers
+from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
+from src.run.build import build
 from src.training.loop import Progress, train_epoch
+from src.training.optim import build_optimizer, build_schedule
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",
@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "convnext": (("model.name=test_convnext", "+model.kwargs={}"), 1e-5),
     "vit": (("model.name=test_vit", "+model.kwargs={}"), 1e-5),
     "swin": (SMALL_SWIN, 1e-5),
-    "own": (("model.name=src.cifar_resnet.CifarResNet18", "+model.kwargs={}", "data.image_size=8"), None),
+    "own": (("model.name=src.models.cifar_resnet.CifarResNet18", "+model.kwargs={}", "data.image_size=8"), None),
     "channels_last": (("model.channels_last=true",), 1e-5),
     "grad_checkpointing": (("model.grad_checkpointing=true",), 1e-5),
     "num_classes": (("model.num_classes=12",), 1e-5),

@@ -14,9 +14,9 @@ from conftest import Finished, resolved
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
+from src.models.weights import load_weights
 from src.parallel import build_strategy
-from src.weights import load_weights
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
 
 def test_training_starts_from_them(finished_run: Finished) -> None:
     """The whole way from the config: a fine-tuned model's first loss is that of the weights, not of a fresh model."""
-    from src.build import build
+    from src.run.build import build
 
     path = finished_run.folder / "checkpoints" / "last.pt"
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.config.schema import AugmentConfig
-from src.draws import seed_for
+from src.data.draws import seed_for
+from src.schema import AugmentConfig
 
 Transform = Callable[[Tensor], Tensor]
 

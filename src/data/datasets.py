@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.config.names import is_timms
-from src.config.schema import DataConfig
-from src.data.decode import decode_file
 from src.data.folders import class_names, image_files
+from src.data.images import decode_file
+from src.schema import DataConfig, is_timms
 
 Sample = tuple[Tensor, int]
 
@@ -141,7 +140,7 @@ def build_images(config: DataConfig) -> Images:
     if config.name in own:
         kind: Any = own[config.name]
     elif is_timms(config.name):
-        from src.data.timms import TimmImages as kind
+        from src.data.timm_datasets import TimmImages as kind
     else:
         module, _, name = config.name.rpartition(".")
         kind = getattr(importlib.import_module(module), name)

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from src.data.decode import decode
 from src.data.folders import IMAGE_SUFFIXES
+from src.data.images import decode
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
 

@@ -9,8 +9,8 @@ from src.parallel.single import Single
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from src.config.schema import ParallelConfig
-    from src.launch.ranks import Ranks
+    from src.engine.machine.ranks import Ranks
+    from src.schema import ParallelConfig
 
 
 def build_strategy(config: ParallelConfig, ranks: Ranks, store: Store | None) -> Single:

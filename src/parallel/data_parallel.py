@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.config.schema import ParallelConfig
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
 from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.single import Criterion, Single
+from src.schema import ParallelConfig
 
 
 class DataParallelStrategy(Single):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from src.config.schema import ParallelConfig
-from src.launch.ranks import Ranks
+from src.engine.machine.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
 from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
+from src.schema import ParallelConfig
 
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 

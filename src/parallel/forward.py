@@ -40,3 +40,6 @@ class ModelAndLoss(nn.Module):
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         return self.criterion(self.model(images), targets)
+
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

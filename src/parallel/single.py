@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.config.schema import ParallelConfig
-from src.launch.ranks import Ranks
+from src.engine.machine.hardware import Utilisation
+from src.engine.machine.process import keep_freed_memory
+from src.engine.machine.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
 from src.parallel.stopping import Stopping
-from src.process import keep_freed_memory
-from src.telemetry.meters import Utilisation
+from src.schema import ParallelConfig
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 

@@ -25,7 +25,9 @@ import torch
 from torch import nn
 
 from src.data.augment import Preprocessing
-from src.records import write_text
+from src.engine.machine.files import write_text
+from src.engine.record.result import read_result
+from src.training import checkpoint
 from src.training.loop import Progress, Trainee
 
 log = logging.getLogger(__name__)
@@ -238,3 +240,21 @@ def _sync(path: Path) -> None:
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
+
+
+def find_checkpoint(folder: Path, wanted: str | None) -> Path:
+    """The file of a run's checkpoint. Errors: ValueError where there is none."""
+    if wanted in ("best", "last"):
+        return folder / "checkpoints" / f"{wanted}.pt"
+    if wanted is not None:
+        return Path(wanted)
+    try:
+        named = read_result(folder).checkpoint
+    except ValueError:
+        named = None
+    if named is not None:
+        return folder / named
+    newest = checkpoint.newest(folder)
+    if newest is None:
+        raise ValueError(f"run={folder}: it has no checkpoint")
+    return newest

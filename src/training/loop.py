@@ -1,4 +1,4 @@
-"""The loop: tensors in, numbers out. It knows no file, no logger and no Hydra; src/run.py hands its numbers on.
+"""The loop: tensors in, numbers out. It knows no file, no logger and no Hydra; src/run/lifecycle.py hands its numbers on.
 
 Between two boundaries (a step to log or save at, an epoch's end) nothing waits for the device: losses stay there, and
 are fetched at the boundary, once, summed over the ranks. (`train.on_nonfinite=skip` looks at every step's gradients.)
@@ -15,11 +15,11 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from src.config.schema import TrainConfig
-from src.draws import seed_for
+from src.data.draws import seed_for
+from src.engine.machine.pulse import BACKWARD, FORWARD, READING, pulse
+from src.engine.record.meter import Meter
 from src.parallel.single import Single
-from src.pulse import BACKWARD, FORWARD, READING, pulse
-from src.telemetry.meters import Meter
+from src.schema import TrainConfig
 from src.training.finite import Buffers, LossWindow, NotFiniteError
 from src.training.metrics import Evaluation
 

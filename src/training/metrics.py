@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from src.engine.machine.pulse import COUNTING, EVALUATING, pulse
 from src.parallel.single import Single
-from src.pulse import COUNTING, EVALUATING, pulse
 
 
 @dataclass

@@ -7,8 +7,8 @@ from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from src.config.schema import AugmentConfig, TrainConfig
-from src.draws import seed_for
+from src.data.draws import seed_for
+from src.schema import AugmentConfig, TrainConfig
 
 
 def build_criterion(config: TrainConfig, augment: AugmentConfig) -> nn.Module:

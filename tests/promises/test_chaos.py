@@ -1,4 +1,4 @@
-"""A short run of scripts/chaos.py: whatever happens to a run, resumed it ends equal to one that nothing happened to."""
+"""A short run of scripts/maintain/chaos.py: whatever happens to a run, resumed it ends equal to one that nothing happened to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import Train
 @pytest.mark.timeout(240)
 def test_some_faults_change_nothing(train: Train, tmp_path: Path) -> None:
     words = ["--minutes", "0.3", "--seed", "5", "--epochs", "15", "--out", str(tmp_path / "chaos")]
-    done = train.start_command([sys.executable, "scripts/chaos.py", *words], tmp_path, timeout=200).finish()
+    done = train.start_command([sys.executable, "scripts/maintain/chaos.py", *words], tmp_path, timeout=200).finish()
     assert done.returncode == 0, done.output
     books = json.loads((tmp_path / "chaos" / "faults.json").read_text())
     assert books["complaints"] == []

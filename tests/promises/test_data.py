@@ -15,14 +15,14 @@ import torch
 from conftest import Train, in_ranks, resolved
 from PIL import Image
 
-from src.data.decode import UnreadableImageError
-from src.data.decode import decode_file as decode
 from src.data.folders import class_names, image_files
-from src.data.loading import Reader
+from src.data.images import UnreadableImageError
+from src.data.images import decode_file as decode
+from src.data.loader import Reader
 from src.data.sampling import Request
-from src.launch.ranks import Ranks
-from src.records import read_metrics, read_result
-from src.run import Run
+from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_metrics, read_result
+from src.run.lifecycle import Run
 
 RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
 

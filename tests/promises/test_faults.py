@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Finished, Train
 
-from src.launch.agent import Ended
-from src.launch.failure import first_failure
-from src.ownership import is_owned
+from src.engine.launch.failure import first_failure
+from src.engine.launch.supervisor import Ended
+from src.engine.machine.lock import is_owned
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 FAULTY = Path(__file__).parent / "faulty"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import in_ranks, resolved
 
-from src.launch.ranks import Ranks
-from src.records import read_result
-from src.run import Run
+from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_result
+from src.run.lifecycle import Run
 
 FIXED = (
     "model=tiny",

@@ -12,9 +12,9 @@ import torch
 from conftest import in_ranks, resolved
 from torch import nn
 
-from src.launch.ranks import Ranks
-from src.records import read_metrics
-from src.run import Run
+from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_metrics
+from src.run.lifecycle import Run
 from src.training import checkpoint
 from src.training.finite import NotFiniteError
 

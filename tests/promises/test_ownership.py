@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Train
 
-from src.ownership import is_owned, own
+from src.engine.machine.lock import is_owned, own
 
 
 def _hold(folder: Path, answers: Any) -> None:

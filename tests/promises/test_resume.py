@@ -16,10 +16,10 @@ from conftest import Train, in_ranks, resolved, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from src.launch.ranks import Ranks
-from src.process import Stopped
-from src.records import read_metrics
-from src.run import Run
+from src.engine.machine.ranks import Ranks
+from src.engine.machine.signals import Stopped
+from src.engine.record.result import read_metrics
+from src.run.lifecycle import Run
 from src.training import checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]

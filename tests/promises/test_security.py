@@ -19,18 +19,18 @@ import torch
 from conftest import Train
 
 import train as entry
-from src.config.compose import ROOT, compose_command, freeze, read_frozen
-from src.config.expand import expand
-from src.config.schema import Config, DataConfig, ModelConfig
-from src.config.space import freeze_search, read_space
 from src.data.datasets import build_images
-from src.data.decode import decode_file as decode
-from src.launch.job import job_command
-from src.launch.ranks import NEEDED
-from src.launch.worker import keep_compiled_code_private
-from src.records import write_json, write_text
-from src.secrets import HidingFormatter, hide, hide_in, is_secret_key, is_secret_variable, mask
-from src.study.sweep import freeze_jobs
+from src.data.images import decode_file as decode
+from src.engine.config.compose import ROOT, compose_command, freeze, read_frozen
+from src.engine.launch.job import job_command
+from src.engine.launch.rank import keep_compiled_code_private
+from src.engine.machine.files import write_json, write_text
+from src.engine.machine.ranks import NEEDED
+from src.engine.machine.secrets import HidingFormatter, hide, hide_in, is_secret_key, is_secret_variable, mask
+from src.engine.sweep.points import expand
+from src.engine.sweep.space import freeze_search, read_space
+from src.engine.sweep.sweep import freeze_jobs
+from src.schema import Config, DataConfig, ModelConfig
 from src.training import checkpoint
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
@@ -322,9 +322,9 @@ def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path
         "+model.kwargs.cache_dir=/tmp/evil",
         "model.name=hf-hub:evil/model",
         "model.name=local-dir:/tmp/evil",
-        "model.name=src.process.die_with_parent",  # a function
-        "model.name=src.model.nn",  # a module
-        "data.name=src.launch.agent.contextmanager",  # somebody else's
+        "model.name=src.engine.machine.process.die_with_parent",  # a function
+        "model.name=src.models.build.nn",  # a module
+        "data.name=src.engine.launch.supervisor.contextmanager",  # somebody else's
         "search.storage=evil://host/db",
         "search.storage=postgresql+evil://host/db",
     ],
@@ -341,13 +341,17 @@ def test_a_log_file_in_the_run_folder_is_allowed_and_a_known_variable() -> None:
 
 
 def test_only_classes_of_the_right_kind_are_called() -> None:
-    from src.model import build_model
+    from src.models.build import build_model
 
     images = build_images(DataConfig(name="synthetic"))
-    for name in ("src.data.datasets.Digits", "src.records.MetricsLog", "src.process.die_with_parent"):
+    for name in (
+        "src.data.datasets.Digits",
+        "src.engine.record.result.MetricsLog",
+        "src.engine.machine.process.die_with_parent",
+    ):
         with pytest.raises(ValueError, match="not a torch"):
             build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
-    for name in ("src.data.datasets.Path", "src.process.die_with_parent", "src.model.nn"):
+    for name in ("src.data.datasets.Path", "src.engine.machine.process.die_with_parent", "src.models.build.nn"):
         with pytest.raises(ValueError, match="not a class of this project"):
             build_images(DataConfig(name=name))
     with pytest.raises(ValueError, match="does not take them"):
@@ -557,7 +561,7 @@ def test_tensorboard_as_we_say_to_start_it_listens_on_loopback(tmp_path: Path) -
     board.configure(argv=["tensorboard", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false"])
     board.launch()
     assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}
-    told = [path.read_text() for path in (ROOT / "README.md", ROOT / "src/outcome.py", ROOT / "docs/security.md")]
+    told = [path.read_text() for path in (ROOT / "README.md", ROOT / "src/run/proof.py", ROOT / "docs/security.md")]
     assert any("tensorboard --logdir" in text for text in told)
     assert not re.search(r"--bind_all|--host[ =]", "".join(told).replace("`--bind_all`", ""))
 

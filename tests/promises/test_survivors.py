@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from src.process import no_survivors
+from src.engine.machine.process import no_survivors
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 # A child that starts a deaf grandchild in a session of its own, says its pid, and ends: the grandchild is an orphan.

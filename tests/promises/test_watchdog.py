@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.launch import watchdog
-from src.launch.watchdog import Sign, judge
-from src.pulse import BACKWARD, FORWARD
+from src.engine.launch import watchdog
+from src.engine.launch.watchdog import Sign, judge
+from src.engine.machine.pulse import BACKWARD, FORWARD
 
 PLACES = st.tuples(st.integers(5, 7), st.integers(1, 6))
 

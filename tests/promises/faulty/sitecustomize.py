@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from src import pulse as life
+from src.engine.machine import pulse as life
 
 kind, rank, step, phase = os.environ["FAULT"].split(":")
 beat = life.pulse.at

@@ -1,0 +1,119 @@
+"""The training loop that an expert writes by hand: the limit that scripts/maintain/bench.py holds train.py against.
+
+    python scripts/maintain/bench_loop.py --steps 100
+    torchrun --nproc-per-node 2 scripts/maintain/bench_loop.py --steps 100
+
+Prints one line of JSON: when the first step was done, images per second after the warm-up, peak memory.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+
+import timm
+import timm.optim
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--kwargs", type=json.loads, default={})
+    parser.add_argument("--image-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=10, help="steps that are not timed")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--optimizer", choices=["fused", "default"], default="fused")
+    parser.add_argument("--precision", choices=list(AUTOCAST), default="fp32")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tensorboard", help="folder for TensorBoard")
+    return parser.parse_args()
+
+
+def data(given: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (given.samples, 3, given.image_size, given.image_size)
+    return torch.randint(0, 256, shape, dtype=torch.uint8), torch.randint(0, 10, (given.samples,))
+
+
+def model_and_optimizer(
+    given: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = timm.create_model(given.model, num_classes=10, **given.kwargs).to(device).train()
+    if given.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    groups = timm.optim.param_groups_weight_decay(model, 0.05)  # none on norms and biases
+    return model, torch.optim.AdamW(groups, lr=1e-3, fused=given.optimizer == "fused" or None)
+
+
+def report(given: argparse.Namespace, first: float, seconds: float) -> None:
+    cuda = given.accelerator == "cuda"
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rate = given.batch_size * (given.steps - given.warm_up) / seconds
+    print(json.dumps({"first_step_at": first, "images_per_sec": rate, "peak_mib": peak / 2**20}))
+
+
+def main() -> None:
+    given = options()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = given.accelerator == "cuda"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
+
+    torch.manual_seed(0)
+    images, labels = data(given)
+    mean = torch.full((1, 3, 1, 1), 127.5, device=device)
+    layout = torch.channels_last if given.channels_last else torch.contiguous_format
+    model, optimizer = model_and_optimizer(given, device)
+    wrapped = torch.compile(model) if given.compile else model
+    if world > 1:
+        wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+    writer = SummaryWriter(given.tensorboard) if given.tensorboard and rank == 0 else None
+
+    step, began, first = 0, 0.0, 0.0
+    whole = given.samples - given.samples % given.batch_size
+    while step < given.steps:
+        for indices in torch.randperm(given.samples)[:whole][rank::world].split(given.batch_size // world):
+            batch = images[indices].pin_memory() if cuda else images[indices]
+            inputs = batch.to(device, non_blocking=True).sub(mean).div_(127.5).contiguous(memory_format=layout)
+            targets = labels[indices].to(device, non_blocking=True)
+            with torch.autocast(device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"):
+                loss = cross_entropy(wrapped(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            if cuda and step in (1, given.warm_up, given.steps):
+                torch.cuda.synchronize()
+            if step == 1:
+                first = time.time()
+            if step == given.warm_up:
+                began = time.perf_counter()
+            if step % given.log_every == 0 and writer is not None:
+                writer.add_scalar("train/loss", loss.item(), step)
+            if step == given.steps:
+                break
+    if rank == 0:
+        report(given, first, time.perf_counter() - began)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

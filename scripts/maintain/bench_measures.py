@@ -1,0 +1,205 @@
+"""What scripts/maintain/bench.py measures: the same training by both sides, loaders, commands; each in processes of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from src.engine.machine import hardware
+from src.engine.record.result import read_metrics, read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ("lightning", "accelerate")
+FROM_FILES = "JPEG training"
+SELDOM = (FROM_FILES, "default AdamW")  # in every third round: with more, the whole would take longer than ten minutes
+ON_GPU = ("parallel.accelerator=cuda", "model.compile=true", "model.channels_last=true", "train.precision=bf16")
+BY_HAND_ON_GPU = ("--accelerator", "cuda", "--compile", "--channels-last", "--precision", "bf16")
+PEAK_BF16 = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}  # dense, by NVIDIA's sheets
+Figures = dict[str, float]
+Round = dict[str, Figures]  # what was measured -> its figures
+Measure = Callable[[], Figures]
+Part = Callable[[], list[Figures]]  # all rounds at once, in one process
+
+
+@dataclass
+class Training:
+    """The same training for all sides: one epoch of random images, on a CPU on one thread per process."""
+
+    model: str
+    kwargs: dict[str, object]
+    steps: int
+    log_every: int
+    batch_size: int = 32
+    image_size: int = 32
+    on_gpu: bool = False  # bf16, channels_last, compiled
+    folder: Path | None = None  # of JPEG files, instead of random images
+    loaders: int = 2  # processes that decode it, over all ranks
+
+    def ours(self, world: int) -> Figures:
+        """With everything on: TensorBoard, metrics, meters, progress bar, checkpoints, proof."""
+        words = [
+            *("model=resnet18", f"model.name={self.model}", *self._data(world)),
+            *(f"+model.kwargs.{key}={value}" for key, value in self.kwargs.items()),
+            *(f"data.image_size={self.image_size}", f"data.batch_size={self.batch_size}"),
+            *(f"parallel={'ddp' if world > 1 else 'single'}", f"parallel.devices={world}"),
+            *("parallel.threads_per_device=1", "optim.warmup_epochs=0"),
+            *(ON_GPU if self.on_gpu else ["parallel.accelerator=cpu"]),
+            *("train.epochs=1", f"train.log_every={self.log_every}", "train.evaluate_every=0"),
+        ]
+        with tempfile.TemporaryDirectory(prefix="bench_") as base:
+            folder = Path(base) / "run"
+            call([sys.executable, "train.py", *words, f"hydra.run.dir={folder}"])
+            lines = [line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+            result = read_result(folder)
+        first, last = lines[0], lines[-1]
+        return {
+            "images_per_sec": (last["step"] - first["step"]) * self.batch_size / (last["time"] - first["time"]),
+            "first_step": float(result.seconds["start_to_first_step"]),
+            "peak_mib": result.memory[0]["peak_bytes"] / 2**20,
+            "data_wait": float(result.data_wait or 0),
+        }
+
+    def _data(self, world: int) -> list[str]:
+        if self.folder is None:
+            return ["data=synthetic", f"data.kwargs.num_samples={self.steps * self.batch_size}"]
+        return ["data=folder", f"data.root={self.folder}", f"data.workers={self.loaders // world}"]
+
+    def by_hand(self, world: int, optimizer: str = "fused", peer: str | None = None) -> Figures:
+        words = [
+            *("--model", self.model, "--kwargs", json.dumps(self.kwargs), "--optimizer", optimizer),
+            *("--steps", str(self.steps), "--warm-up", str(self.log_every), "--log-every", str(self.log_every)),
+            *("--batch-size", str(self.batch_size), "--samples", str(self.steps * self.batch_size)),
+            *("--image-size", str(self.image_size), *(BY_HAND_ON_GPU if self.on_gpu else [])),
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+        script = ["scripts/maintain/bench_peers.py", peer] if peer else ["scripts/maintain/bench_loop.py"]
+        script += [str(self.folder), str(self.loaders // world)] if self.folder else []
+        with tempfile.TemporaryDirectory(prefix="bench_") as log:
+            began = time.time()
+            figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log])
+        return {"first_step": figures.pop("first_step_at") - began, **figures}
+
+
+TRAININGS = {
+    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 800, 50),
+    "resnet18": Training("resnet18", {}, 24, 6),
+    "small ViT": Training(
+        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 24, 6
+    ),
+}
+
+GPU_TRAININGS = {
+    "resnet50": Training("resnet50", {}, 60, 20, batch_size=256, image_size=224, on_gpu=True),
+    "ViT-B/16": Training("vit_base_patch16_224", {}, 60, 20, batch_size=128, image_size=224, on_gpu=True),
+}
+
+
+def call(command: list[str]) -> str:
+    """The standard output of a command that must succeed. Errors: RuntimeError with what it said."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout
+
+
+def said(command: list[str]) -> Any:
+    """The JSON that a command prints on a line of its own."""
+    return json.loads([line for line in call(command).splitlines() if line.startswith(("{", "["))][-1])
+
+
+def timed(command: list[str], exit_code: int = 0) -> Figures:
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=60)
+    assert done.returncode == exit_code, (command, done.returncode)
+    return {"seconds": time.perf_counter() - began}
+
+
+def measures(images: Path) -> dict[str, Measure]:
+    """Name -> what measures it, in processes of its own."""
+    train = [sys.executable, "train.py"]
+    found: dict[str, Measure] = {}
+    for name, training in TRAININGS.items():
+        for world in (1, 2):
+            found[f"{name} x{world}"] = partial(training.ours, world)
+            found[f"{name} x{world} by hand"] = partial(training.by_hand, world)
+    for peer in PEERS:
+        if importlib.util.find_spec(peer):
+            found[f"tiny x1 {peer}"] = partial(TRAININGS["tiny"].by_hand, 1, peer=peer)
+    files = Training(
+        TRAININGS["tiny"].model, {"embed_dim": 32, "depth": 2, "num_heads": 2}, 30, 5, 32, 224, folder=images
+    )
+    for world in (1, 2):
+        found[f"{FROM_FILES} x{world}"] = partial(files.ours, world)
+        found[f"{FROM_FILES} x{world} timm"] = partial(files.by_hand, world, peer="timm")
+    found["default AdamW"] = partial(TRAININGS["resnet18"].by_hand, 1, "default")
+    found["import hydra"] = partial(timed, [sys.executable, "-c", "import hydra"])
+    found["--help"] = partial(timed, [*train, "--help"])
+    found["--cfg job"] = partial(timed, [*train, "--cfg", "job"])
+    found["a refused config"] = partial(timed, [*train, "optim.learning_rate=1"], exit_code=2)
+    return found
+
+
+def parts(images: Path, rounds: int) -> dict[str, Part]:
+    """Name -> what measures it in rounds of its own, in one process."""
+    python, number = sys.executable, ["--rounds", str(rounds)]
+    found = {
+        name: partial(said, [python, "scripts/maintain/bench_parts.py", name, *number])
+        for name in ("evaluation", "checkpoint")
+    }
+    return {
+        "JPEG loading": partial(said, [python, "scripts/maintain/bench_data.py", "measure", str(images), *number]),
+        **found,
+    }
+
+
+def derive(done: Round) -> None:
+    """Figures that are made of others."""
+    for suffix in ("", " by hand"):
+        one, two = (done[f"resnet18 x{world}{suffix}"]["images_per_sec"] for world in (1, 2))
+        done[f"ddp{suffix}"] = {"speed-up": two / one}
+    for name, rate in done["JPEG loading"].items():
+        done[f"JPEG {name}"] = {"images_per_sec": rate}
+    for workers in (1, 2):
+        done[f"JPEG core x{workers}"] = {"images_per_sec": workers * done["JPEG core"]["images_per_sec"]}
+    done["evaluation"]["ratio"] = done["evaluation"]["by_hand_s"] / done["evaluation"]["ours_s"]
+    done["checkpoint"]["share"] = done["checkpoint"]["save_s"] / (500 * done["checkpoint"]["step_s"])
+
+
+def gpu_measures() -> dict[str, Measure]:
+    found: dict[str, Measure] = {}
+    for name, training in GPU_TRAININGS.items():
+        found[name] = partial(training.ours, 1)
+        found[f"{name} by hand"] = partial(training.by_hand, 1)
+    return found
+
+
+def derive_on_gpu(done: Round) -> None:
+    """Model-FLOPs utilisation: three times the forward pass's operations, over the device's peak in bf16."""
+    import timm
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    device = hardware.visible_cuda_devices()[0].name
+    peak = next((peak for name, peak in PEAK_BF16.items() if name in device), float("nan"))
+    for name, training in GPU_TRAININGS.items():
+        with FlopCounterMode(display=False) as counter, torch.device("meta"):
+            model = timm.create_model(training.model, num_classes=10)
+            model(torch.empty(1, 3, training.image_size, training.image_size))
+        done[name]["mfu"] = 3 * counter.get_total_flops() * done[name]["images_per_sec"] / peak

@@ -1,0 +1,252 @@
+"""Trains under ddp while killing, stopping, signalling, filling the disk and damaging files, and goes on each time.
+
+    python scripts/maintain/chaos.py --minutes 5 --seed 0
+
+At the end the weights and curves must be those of a run that nothing ever happened to, and every sample must have been
+counted. What happened stands in outputs/chaos/<time>/faults.json. Exit code 0: everything held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+
+from scripts.maintain.chaos_faults import KINDS, Life
+from src.engine.machine.files import claim_folder, write_json
+from src.engine.record.result import read_metrics, read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (
+    "model=tiny",
+    "parallel=ddp",
+    "parallel.devices=2",
+    "parallel.threads_per_device=1",
+    "parallel.accelerator=cpu",
+    "parallel.timeout=4",
+    "train.log_every=10",
+    "checkpoint.every_steps=15",
+    "checkpoint.keep=3",
+    "data.workers=1",
+    "data.augment.scale=[0.5,1]",
+    "data.augment.mixup=0.2",
+    "model.ema.decay=0.99",
+    "+model.kwargs.drop_rate=0.1",
+    "print_config=false",
+)
+PROMPT = 15.0  # seconds from a fault to the end of every process
+SILENCE = 4 + 15.0  # the same where the watchdog has to notice first
+GRACE = 90.0  # seconds for anything at all; longer is a hang
+
+
+@dataclass
+class Fault:
+    kind: str
+    seconds: float  # from the fault to the end
+    exit_code: int
+    complaint: str = ""
+
+
+@dataclass
+class Chaos:
+    """Draws faults from a seed and keeps the books."""
+
+    draw: random.Random
+    base: Path
+    faults: list[Fault] = field(default_factory=list)
+
+    def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
+        """Start the run, or go on with it. `room`: bytes a file may have, as on a disk that is full."""
+        goes_on = any((folder / "checkpoints").glob("*.pt"))
+        if not goes_on:
+            shutil.rmtree(folder, ignore_errors=True)
+        words = [f"resume={folder}"] if goes_on else [*SETTINGS, f"train.epochs={epochs}", f"hydra.run.dir={folder}"]
+
+        def limit() -> None:
+            if room is not None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+        log = open(self.base / "console.log", "ab")  # closed with the last process that writes to it
+        command = [sys.executable, str(ROOT / "train.py"), *words]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=limit,
+        )
+        log.close()
+        return Life(process, folder)
+
+    def live(self, life: Life) -> bool:
+        """Let it train for a random time; returns whether it still does."""
+        log = life.folder / "metrics.jsonl"
+        size = log.stat().st_size if log.exists() else 0
+        until = time.monotonic() + GRACE
+        while life.process.poll() is None and time.monotonic() < until:
+            if log.exists() and log.stat().st_size > size:
+                time.sleep(self.draw.uniform(0, 2.5))
+                return life.process.poll() is None
+            time.sleep(0.02)
+        return False
+
+    def strike(self, life: Life) -> None:
+        """One fault, and the wait for the end of everything."""
+        kind = self.draw.choice(list(KINDS))
+        before = life.family()
+        began = time.monotonic()
+        allowed = KINDS[kind](self.draw, life)
+        complaint = ""
+        try:
+            code = life.process.wait(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            life.process.kill()
+            code, complaint = life.process.wait(), f"still there after {GRACE:.0f} s"
+        left = psutil.wait_procs(before, timeout=max(0.1, began + PROMPT - time.monotonic()))[1]
+        seconds = time.monotonic() - began
+        if left:
+            complaint = f"left behind: {[process.pid for process in left]}"
+            for process in left:
+                process.kill()
+        limit = SILENCE if kind.startswith("stop") else PROMPT
+        if not complaint and seconds > limit:
+            complaint = f"took {seconds:.1f} s, more than {limit:.0f}"
+        if not complaint and code not in allowed:
+            complaint = f"exit code {code}, expected {' or '.join(map(str, allowed))}"
+        self.note(Fault(kind, round(seconds, 2), code, complaint))
+
+    def note(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        print(
+            f"{len(self.faults):4d}  {fault.kind:28s} {fault.seconds:6.1f} s  {fault.complaint or 'held'}", flush=True
+        )
+
+    def damage(self, folder: Path) -> None:
+        """Sometimes, while nothing runs: cut off, overwrite or remove the newest files; an older checkpoint must serve."""
+        checkpoints = sorted((folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime)
+        if len(checkpoints) < 2 or self.draw.random() > 0.3:
+            return
+        newest = folder / "checkpoints" / "last.pt"
+        how = self.draw.choice(["cut off", "overwritten", "removed"])
+        data = bytearray(newest.read_bytes())
+        if how == "cut off":
+            newest.write_bytes(data[: self.draw.randrange(len(data))])  # a link: step_N.pt is cut off with it
+        elif how == "overwritten":
+            where = self.draw.randrange(len(data) - 64)
+            data[where : where + 64] = self.draw.randbytes(64)
+            newest.write_bytes(data)
+        else:
+            newest.unlink()
+        self.note(Fault(f"last.pt {how}", 0.0, 0))
+
+    def full_disk(self, folder: Path, epochs: int) -> None:
+        """Sometimes: go on with no room for a checkpoint. The run must end by itself and leave the earlier ones."""
+        if self.draw.random() > 0.15 or not any((folder / "checkpoints").glob("*.pt")):
+            return
+        began = time.monotonic()
+        life = self.start(folder, epochs, room=150_000)
+        try:
+            code = life.process.wait(timeout=GRACE)
+            complaint = "" if code in (0, 1) else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            life.process.kill()
+            code, complaint = life.process.wait(), "hung"
+        self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
+
+    def round(self, whole: Path, epochs: int, deadline: float) -> str:
+        """One disturbed run to its end; returns what differs from the undisturbed one, empty when nothing does."""
+        folder = self.base / f"disturbed_{sum(1 for _ in self.base.glob('disturbed_*'))}"
+        while True:
+            life = self.start(folder, epochs)
+            if time.monotonic() < deadline and self.live(life):
+                self.strike(life)
+            elif life.process.wait(timeout=GRACE * 5) != 0:
+                return (
+                    f"a run that nothing happened to ended with {life.process.returncode}; see {self.base}/console.log"
+                )
+            if (folder / "result.json").exists() and read_result(folder).status == "done":
+                return difference(whole, folder)
+            self.damage(folder)
+            self.full_disk(folder, epochs)
+
+
+def difference(whole: Path, folder: Path) -> str:
+    """What a disturbed run ended with that an undisturbed one did not; empty where they are equal."""
+    import torch
+
+    one, other = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (whole, folder))
+    for part in ("model", "ema"):
+        for name, tensor in one[part].items():
+            if not torch.equal(tensor, other[part][name]):
+                return f"{part}: {name} differs"
+    if one["progress"] != other["progress"]:
+        return f"progress: {one['progress']} and {other['progress']}"
+    a, b = read_result(whole), read_result(folder)
+    if (a.samples_seen, a.steps, a.val, a.test) != (b.samples_seen, b.steps, b.val, b.test):
+        return f"result: {a.samples_seen, a.steps, a.val} and {b.samples_seen, b.steps, b.val}"
+    losses = [
+        [(line["step"], line["train/loss"]) for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+        for run in (whole, folder)
+    ]
+    return "" if losses[0] == losses[1] else "the logged losses differ, or a step was logged twice"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="how long faults go on; the last run is let to its end"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the faults and their times")
+    parser.add_argument("--epochs", type=int, default=40, help="length of a run")
+    parser.add_argument("--out", type=Path, help="folder (default: below outputs/chaos)")
+    arguments = parser.parse_args()
+    name = time.strftime("%Y-%m-%d/%H-%M-%S")
+    chaos = Chaos(
+        random.Random(arguments.seed), claim_folder((arguments.out or ROOT / "outputs" / "chaos" / name).resolve())
+    )
+    whole = chaos.base / "undisturbed"
+    if chaos.start(whole, arguments.epochs).process.wait(timeout=600) != 0:
+        print(f"the undisturbed run failed; see {chaos.base}/console.log", file=sys.stderr)
+        return 1
+    deadline = time.monotonic() + 60 * arguments.minutes
+    runs, differences = 0, []
+    while time.monotonic() < deadline:
+        found = chaos.round(whole, arguments.epochs, deadline)
+        runs += 1
+        print(f"run {runs}: {found or 'equal to the undisturbed one'}", flush=True)
+        differences += [found] if found else []
+    return summarise(chaos, arguments, runs, differences)
+
+
+def summarise(chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]) -> int:
+    """Print and write the books. Returns the exit code."""
+    print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
+    for kind in sorted({fault.kind for fault in chaos.faults}):
+        seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]
+        print(f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s {max(seconds):6.1f} s")
+    complaints = [f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint] + differences
+    print(f"{len(chaos.faults)} faults, {runs} runs, {len(complaints)} complaints; seed {arguments.seed}; {chaos.base}")
+    books = {"seed": arguments.seed, "minutes": arguments.minutes, "runs": runs, "complaints": complaints}
+    write_json(chaos.base / "faults.json", {**books, "faults": [asdict(fault) for fault in chaos.faults]})
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What scripts/maintain/chaos.py does to a run that is under way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass
+class Life:
+    """One start of the run, until it ends or something happens to it."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def family(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def ranks(self) -> list[psutil.Process]:
+        found = []
+        for child in self.family():
+            try:
+                if child.ppid() == self.process.pid and "src.engine.launch.rank" in child.cmdline():
+                    found.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def loader_workers(self) -> list[psutil.Process]:
+        direct = {rank.pid for rank in self.ranks()}
+        return [child for child in self.family() if child.pid not in direct]
+
+
+def _signal(number: int, to_group: bool = False) -> Callable[[random.Random, Life], tuple[int, ...]]:
+    def send(draw: random.Random, life: Life) -> tuple[int, ...]:
+        if to_group:
+            os.killpg(life.process.pid, number)
+        else:
+            life.process.send_signal(number)
+        return (128 + number, 0, -number)  # 0: it was about to end; -number: it was not yet, or no longer, listening
+
+    return send
+
+
+def _kill_one(which: str, number: int) -> Callable[[random.Random, Life], tuple[int, ...]]:
+    def kill(draw: random.Random, life: Life) -> tuple[int, ...]:
+        found = [life.process] if which == "launcher" else getattr(life, which)()
+        if found:
+            draw.choice(found).send_signal(number)
+        return (-9,) if which == "launcher" else (1, 0)
+
+    return kill
+
+
+KINDS: dict[str, Callable[[random.Random, Life], tuple[int, ...]]] = {
+    "kill -9 a rank": _kill_one("ranks", signal.SIGKILL),
+    "kill -9 the launcher": _kill_one("launcher", signal.SIGKILL),
+    "kill -9 a loader worker": _kill_one("loader_workers", signal.SIGKILL),
+    "crash of a rank": _kill_one("ranks", signal.SIGSEGV),
+    "stop of a rank (SIGSTOP)": _kill_one("ranks", signal.SIGSTOP),
+    "SIGINT": _signal(signal.SIGINT),
+    "SIGTERM": _signal(signal.SIGTERM),
+    "SIGUSR1": _signal(signal.SIGUSR1),
+    "SIGINT to the group": _signal(signal.SIGINT, to_group=True),
+    "SIGTERM to the group": _signal(signal.SIGTERM, to_group=True),
+}

@@ -1,0 +1,187 @@
+"""How samples become this rank's batches: read by index, stacked as uint8; src/data/feed.py takes them to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from src.data.augment import Transform, seed_draws
+from src.data.datasets import InMemory, Split
+from src.data.feed import Batch, DeviceFeed
+from src.data.images import UnreadableImageError
+from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
+from src.engine.machine import hardware
+from src.engine.machine.process import die_with_parent
+from src.engine.machine.signals import ignore_stop_signals
+from src.schema import DataConfig
+
+Fetched = tuple[Tensor, Tensor, list[int]]  # a batch, and the indices that could not be read for it
+MOST_IN_A_ROW = 100  # unreadable images one after the other: then it is not a few files that are damaged
+
+
+class Reader:
+    """Answers a Request with a batch of uint8 images and labels; runs in loader workers, or in the rank itself."""
+
+    def __init__(
+        self,
+        split: Split,
+        num_classes: int,
+        transform: Transform | None,
+        seed: int,
+        on_error: str = "raise",
+        substitutes: int = 0,
+    ) -> None:
+        """An unreadable image ends the run (`on_error=raise`), or is skipped.
+
+        Skipped: replaced by the next readable one among the first `substitutes` of the split, so that a training batch
+        keeps its size on every rank; with 0, left out.
+        """
+        self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
+        self.on_error, self.substitutes = on_error, substitutes
+        self.num_images = substitutes or len(split)  # an index above it is a further copy of an image
+        if isinstance(split, InMemory):
+            self._check_labels(split.labels)
+
+    def __getitems__(self, request: Request) -> Fetched:  # what torch's fetcher calls with a whole batch
+        if isinstance(self.split, InMemory) and self.transform is None:
+            indices = torch.from_numpy(request.indices % self.num_images)
+            found = self.split.images.index_select(0, indices)  # images[indices] would take 17 times as long
+            return found, self.split.labels.index_select(0, indices), []
+        unreadable: list[int] = []
+        read = (self._sample(request.epoch, index, unreadable) for index in request.indices.tolist())
+        samples = [sample for sample in read if sample is not None]
+        if not samples:
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
+        images, targets = zip(*samples, strict=True)
+        labels = torch.tensor(targets)
+        self._check_labels(labels)
+        return torch.stack(images), labels, unreadable
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """On a GPU a label outside the head would end the process without a word about labels."""
+        if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < self.num_classes):
+            raise ValueError(
+                f"the data has labels from {int(labels.min())} to {int(labels.max())}, but {self.num_classes} classes "
+                "(0 is the first): mend the labels or the dataset's class_names"
+            )
+
+    def _sample(self, epoch: int, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
+        image_index = index % self.num_images
+        found = self.split[image_index] if self.on_error == "raise" else self._readable(image_index, unreadable)
+        if found is None:
+            return None
+        image, label = found
+        if self.transform is not None:
+            seed_draws(self.seed, epoch, index)
+            image = self.transform(image)
+        return image, label
+
+    def _readable(self, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
+        """The sample, or its substitute: the same one whatever rank or worker asks. Errors: ValueError for too many."""
+        for offset in range(MOST_IN_A_ROW):
+            tried = index if offset == 0 else (index + offset) % self.substitutes
+            try:
+                return self.split[tried]
+            except UnreadableImageError:
+                unreadable.append(tried)
+            if not self.substitutes:
+                return None
+        raise ValueError(f"data.on_error=skip: {MOST_IN_A_ROW} unreadable images in a row, from number {index} on")
+
+
+class Loader:
+    """Batches of one split for this rank, on its device."""
+
+    def __init__(self, reader: Reader, requests: Any, feed: DeviceFeed, num_workers: int) -> None:
+        self.reader, self.requests, self.feed = reader, requests, feed
+        self.unreadable: set[int] = set()  # indices that this rank could not read so far
+        self._loader: DataLoader[Any] | None = None
+        if num_workers:
+            self._loader = DataLoader(
+                reader,  # type: ignore[arg-type]
+                batch_sampler=requests,
+                num_workers=num_workers,
+                collate_fn=_as_is,
+                pin_memory=feed.device.type == "cuda",
+                persistent_workers=True,
+                worker_init_fn=_start_worker,
+                generator=torch.Generator(),  # else it draws a seed from the generator that a step's dropout draws from
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.feed.stream(self._read())
+
+    def _read(self) -> Iterator[Batch]:
+        raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
+        for images, labels, unreadable in raw:
+            if unreadable:
+                self.unreadable.update(unreadable)
+            if len(labels):
+                yield images, labels
+
+    def close(self) -> None:
+        """End the worker processes. They ignore SIGTERM, so the interpreter at its own end would wait for them for ever."""
+        iterator = None if self._loader is None else self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]  # what torch calls where nothing else refers to it
+
+
+class TrainLoader(Loader):
+    """The shuffled, sharded epoch."""
+
+    requests: BatchRequests
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
+        self.requests.start_at(epoch, first_batch)
+        return iter(self)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.requests.shard.batches_per_epoch
+
+    def peek(self) -> Tensor:
+        """The normalised images of this rank's first batch, read aside: nothing moves on."""
+        self.requests.start_at(0, 0)
+        return self.feed(self.reader.__getitems__(next(iter(self.requests)))[:2])[0]
+
+
+def train_requests(
+    split: Split,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    *,
+    limit: int | None = None,
+    copies: int = 1,
+) -> BatchRequests:
+    """`batch_size` is the global one; `limit` uses only the first so many images; `copies` as in EpochShard."""
+    return BatchRequests(EpochShard(min(len(split), limit or len(split)), batch_size, rank, world_size, seed, copies))
+
+
+def evaluation_requests(split: Split, batch_size: int, rank: int, world_size: int) -> EvaluationRequests:
+    """`batch_size` is the global one. Errors: ValueError for an empty split."""
+    if len(split) == 0:
+        raise ValueError("the evaluation split is empty: no image to evaluate on")
+    return EvaluationRequests(len(split), max(1, batch_size // world_size), rank, world_size)
+
+
+def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
+    """`data.workers`, or for auto: none for data in memory, else this rank's share of the cores."""
+    if config.workers != "auto":
+        return int(config.workers)
+    return 0 if isinstance(split, InMemory) else max(1, min(8, hardware.cores() // local_world_size))
+
+
+def _as_is(batch: Any) -> Fetched:
+    return batch  # type: ignore[no-any-return]
+
+
+def _start_worker(worker: int) -> None:
+    die_with_parent()
+    ignore_stop_signals()

@@ -1,0 +1,155 @@
+"""Rules across the groups of a config: keys that do not go together. In a sweep such a point is skipped. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from src.schema import Config, is_own_class
+
+DP_ONLY = ("dim", "loss_in_replica")
+DDP_ONLY = (
+    "bucket_cap_mb",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "dist_bn",
+)
+SCHEDULE_KEYS = (  # arguments of timm's create_scheduler_v2 that have keys of their own here, or follow from others
+    "sched",
+    "num_epochs",
+    "decay_epochs",
+    "decay_milestones",
+    "cooldown_epochs",
+    "decay_rate",
+    "min_lr",
+    "warmup_lr",
+    "warmup_epochs",
+    "warmup_prefix",
+    "step_on_epochs",
+    "updates_per_epoch",
+)
+
+
+SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read it
+    **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
+    "k_decay": ("cosine", "poly"),
+    **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
+    **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
+}
+
+
+def check_combination(config: Config) -> None:
+    """Errors: ValueError, one line with key, value and remedy."""
+    for rule in (_batch, _images, _weights, _strategy, _time, _schedule):
+        rule(config)
+
+
+def _batch(config: Config) -> None:
+    data = config.data
+    if data.batch_size is not None and data.batch_size_per_device is not None:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} and data.batch_size_per_device={data.batch_size_per_device}: "
+            "set one of them (the other to null)"
+        )
+
+
+def _images(config: Config) -> None:
+    data, augment = config.data, config.data.augment
+    for key, pair in (("scale", augment.scale), ("ratio", augment.ratio)):
+        if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
+            raise ValueError(f"data.augment.{key}={pair}: give two numbers, [smallest, largest], above 0")
+    if augment.ratio is not None and augment.scale is None:
+        raise ValueError(f"data.augment.ratio={augment.ratio}: has no effect without data.augment.scale")
+    if augment.crop_padding and augment.scale is not None:
+        raise ValueError(f"data.augment.crop_padding={augment.crop_padding}: data.augment.scale crops already; set one")
+    if data.eval_image_size is not None and data.name in ("digits", "synthetic"):
+        raise ValueError(f"data.eval_image_size={data.eval_image_size}: the images of {data.name} have one size")
+    for key, values in (("mean", data.mean), ("std", data.std)):
+        if values is not None and not all(0 <= value <= 1 for value in values):
+            raise ValueError(f"data.{key}={values}: of images in 0..1; give one number per channel")
+    if data.std is not None and 0 in data.std:
+        raise ValueError(f"data.std={data.std}: must be above 0")
+    if (data.mean is None) != (data.std is None):
+        raise ValueError("data.mean and data.std: set both or neither")
+
+
+def _weights(config: Config) -> None:
+    model, metric = config.model, config.checkpoint.metric
+    if model.weights is not None and model.pretrained:
+        raise ValueError(f"model.weights={model.weights}: model.pretrained=true loads other ones; set one of them")
+    if model.weights is not None and not Path(model.weights).is_file():
+        raise ValueError(f"model.weights={model.weights}: no such file")
+    if metric.endswith("_ema") and model.ema.decay is None:
+        raise ValueError(f"checkpoint.metric={metric}: there are no averaged weights; set model.ema.decay, e.g. 0.9998")
+    if config.train.bce_target_thresh is not None and config.train.loss != "bce":
+        raise ValueError(
+            f"train.bce_target_thresh={config.train.bce_target_thresh}: has an effect with train.loss=bce only"
+        )
+    if model.pretrained and is_own_class(model.name):
+        raise ValueError(f"model.pretrained=true: {model.name} is not timm's; give a file: model.weights=<file>")
+
+
+def _strategy(config: Config) -> None:
+    parallel, model, strategy = config.parallel, config.model, config.parallel.strategy
+    if strategy == "single" and parallel.devices not in ("auto", 1):
+        raise ValueError(
+            f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp"
+        )
+    for owner, keys in (("dp", DP_ONLY), ("ddp", DDP_ONLY)):
+        for key in keys:
+            if getattr(parallel, key) is not None and strategy != owner:
+                raise ValueError(
+                    f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
+                )
+    for key in ("device_ids", "output_device"):
+        if getattr(parallel, key) is not None and strategy not in ("dp", "ddp"):
+            raise ValueError(
+                f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
+            )
+    if parallel.max_restarts and strategy != "ddp":
+        raise ValueError(f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}")
+    if model.compile and strategy == "dp":
+        raise ValueError(
+            "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
+        )
+    if model.sync_bn and strategy != "ddp":
+        raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
+
+
+def _time(config: Config) -> None:
+    optim, train = config.optim, config.train
+    if optim.warmup_epochs + optim.cooldown_epochs >= train.epochs and optim.sched not in ("none", "constant"):
+        raise ValueError(
+            f"optim.warmup_epochs={optim.warmup_epochs}: warm-up and cool-down must be shorter than "
+            f"train.epochs={train.epochs}"
+        )
+    if train.early_stop is not None and train.evaluate_every == 0:
+        raise ValueError(f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0")
+
+
+def _schedule(config: Config) -> None:
+    """No part of a schedule may lie after the end of training: it would not be what its name says."""
+    optim, epochs = config.optim, config.train.epochs
+    if optim.sched == "multistep" and not optim.decay_milestones:
+        raise ValueError("optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)")
+    late = [milestone for milestone in optim.decay_milestones or [] if milestone >= epochs]
+    if late:
+        raise ValueError(f"optim.decay_milestones={optim.decay_milestones}: {late[0]} is after train.epochs={epochs}")
+    if optim.sched == "step" and optim.decay_epochs is None:
+        raise ValueError("optim.sched=step: set optim.decay_epochs, the epochs between two drops")
+    if optim.decay_epochs is not None and optim.decay_epochs >= epochs - optim.warmup_epochs:
+        raise ValueError(
+            f"optim.decay_epochs={optim.decay_epochs}: longer than training; use less than train.epochs={epochs} "
+            "without its warm-up"
+        )
+    for key in ("decay_milestones", "decay_epochs"):
+        users = {"decay_milestones": ("multistep",), "decay_epochs": ("step", "wsd", "rsqrt")}[key]
+        if getattr(optim, key) is not None and optim.sched not in users:
+            raise ValueError(f"optim.{key}={getattr(optim, key)}: has no effect with optim.sched={optim.sched}")
+    for key in optim.sched_kwargs:
+        if optim.sched not in SCHEDULES_WITH.get(key, (optim.sched,)):
+            raise ValueError(f"optim.sched_kwargs.{key}: has no effect with optim.sched={optim.sched}")
+    own = sorted(set(optim.sched_kwargs).intersection(SCHEDULE_KEYS))
+    if own:
+        raise ValueError(f"optim.sched_kwargs.{own[0]}: set optim.{own[0]} instead")

@@ -1,0 +1,215 @@
+"""The one door between Hydra and the rest: command line -> checked, typed Config -> frozen config.yaml.
+
+`hydra.main` composes late, prints refusals over many lines, accepts `+sed=1`, and has made a folder by then. So the
+command line is composed and checked here first, and refused in one line with exit code 2. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from src.engine.config.combinations import check_combination
+from src.engine.config.confidential import check_literals, check_words
+from src.engine.config.fences import check_hydra_block, check_search_path
+from src.engine.config.keys import explain, is_known, key_hint
+from src.engine.config.names import hint
+from src.engine.config.rules import check_values
+from src.engine.machine import hardware
+from src.engine.machine.secrets import hide_in
+from src.schema import Config
+
+ROOT = Path(__file__).resolve().parents[3]
+CONF = ROOT / "conf"
+VERSION_BASE = "1.3"
+
+
+@dataclass
+class Command:
+    """What a command line composes to."""
+
+    config: Config
+    tree: DictConfig  # as composed, with `hydra`
+    run_dir: Path
+    loader: Any  # Hydra's
+
+
+def compose_command(arguments: Any) -> Command:
+    """Compose and check the command line that Hydra's own parser read.
+
+    Errors: ValueError, one line that names the key, the value and the remedy.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+
+    check_words(arguments.overrides)
+    try:
+        hydra = _hydra(arguments)
+        name = arguments.config_name or "train"
+        check_search_path(hydra.config_loader, name, arguments.overrides)
+        _check_override_keys(hydra.config_loader, arguments.overrides)
+        mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
+        try:
+            tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
+        except KeyError as error:  # Hydra looks it up while it composes
+            raise ValueError(
+                f"hydra.job.env_copy={error}: not set; leave it out, ranks inherit the environment"
+            ) from None
+        HydraConfig.instance().set_config(tree)
+        config = to_config(tree)
+        if not arguments.multirun:
+            if tree.hydra.sweeper.get("params"):
+                experiment = tree.hydra.runtime.choices.get("experiment")
+                raise ValueError(f"experiment={experiment}: is a sweep (it has hydra.sweeper.params): add -m")
+            if config.search.sampler is not None:
+                raise ValueError(f"search.sampler={config.search.sampler}: a search is a sweep: add -m")
+            check_combination(config)
+        return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(explain(error, arguments.overrides)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
+    """Run `job` as Hydra runs one: `.hydra/` written into `folder`, `hydra.job.*` honoured. Returns its exit code."""
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext
+
+    with read_write(command.tree.hydra):
+        command.tree.hydra.run.dir = str(folder)
+    outcome = run_job(
+        task_function=lambda tree: job(),
+        config=command.tree,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+        hydra_context=HydraContext(config_loader=command.loader, callbacks=Callbacks()),
+    )
+    return int(outcome.return_value)  # raises what the job raised
+
+
+def device_counts() -> str:
+    """`${device_counts:}`: 1, 2, 4 … up to this machine's devices, as a sweep takes them. At least 1,2; on CPU at most 8."""
+    most = max(2, len(hardware.visible_cuda_devices()) or min(8, hardware.cores()))
+    return ",".join(str(2**power) for power in range(most.bit_length()))
+
+
+def store_schema() -> None:
+    """Make the schema the first thing every primary config is composed of (`defaults: [schema, …]`)."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store("schema", node=Config)
+    # Hydra copies the whole store whenever it looks at a group: half of composing, most of --help. What it loads, it
+    # copies again.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
+
+
+def to_config(tree: DictConfig) -> Config:
+    """Merge a composed tree into the schema and check it. Errors: ValueError for a key or value that has no place."""
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    try:
+        check_literals(tree)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
+        if "hydra" in tree:
+            from hydra.conf import HydraConf  # not for a rank, which reads a frozen config
+
+            own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
+            block = OmegaConf.to_container(OmegaConf.masked_copy(tree.hydra, own))  # plain: typed ones are not checked
+            OmegaConf.merge({"hydra": OmegaConf.structured(HydraConf)}, {"hydra": block})
+            check_hydra_block(tree)
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from error
+    assert isinstance(config, Config)
+    check_values(config)
+    return config
+
+
+def freeze(config: Config, folder: Path) -> None:
+    """Write `config` to `folder/config.yaml`, which `--config-path <folder> --config-name config` runs again.
+
+    The run-folder block travels with it; without it a second run would go where Hydra puts runs by default.
+    """
+    from src.engine.machine.files import write_text
+
+    hydra = (CONF / "hydra" / "default.yaml").read_text(encoding="utf-8")
+    whole = OmegaConf.create(hydra)
+    assert isinstance(whole, DictConfig)
+    block = OmegaConf.masked_copy(whole, ["run", "sweep", "job"])
+    header = f"# Runs again: python train.py --config-path {folder.resolve()} --config-name config\n"
+    body = {
+        "defaults": [
+            "schema",
+            "_self_",
+            {"override hydra/hydra_logging": "none"},
+            {"override hydra/job_logging": "none"},
+        ]
+    }
+    tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
+    plain = hide_in(OmegaConf.to_container(tree))  # secrets are references again, which the ranks resolve
+    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
+
+
+def read_frozen(folder: Path) -> Config:
+    """The Config that `freeze` wrote. Errors: ValueError when it is missing or does not fit the schema."""
+    path = folder / "config.yaml"
+    try:
+        tree = OmegaConf.load(path)
+        assert isinstance(tree, DictConfig)
+    except (OSError, AssertionError, YAMLError):
+        raise ValueError(f"{folder}: no config.yaml of a run here that can be read") from None
+    return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")]))
+
+
+def _hydra(arguments: Any) -> Any:
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_automatic_config_search_path
+
+    store_schema()
+
+    path = CONF if arguments.config_path is None else Path(os.path.abspath(arguments.config_path))
+    if not path.is_dir():
+        raise ValueError(f"--config-path={path}: no such folder")
+    search = create_automatic_config_search_path(calling_file=None, calling_module=None, config_path=str(path))
+    if arguments.config_dir is not None:
+        if not os.path.isdir(arguments.config_dir):
+            raise ValueError(f"--config-dir={arguments.config_dir}: no such folder")
+        search.prepend("command-line", f"file://{os.path.abspath(arguments.config_dir)}")
+    return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
+
+
+def _check_override_keys(loader: Any, overrides: list[str]) -> None:
+    """Refuse unknown keys and group options before Hydra does, with the nearest name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    groups = set(_groups(loader))
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
+        key = override.key_or_group
+        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+            continue
+        if key in groups:
+            options = loader.get_group_options(key)
+            swept = override.is_sweep_override()
+            for choice in override.sweep_string_iterator() if swept else [override.value()]:
+                if choice in (None, "null") and not override.is_delete():
+                    raise ValueError(f"{key}=null: give one of {', '.join(options)}, or leave the group out: ~{key}")
+                if isinstance(choice, str) and choice not in options:
+                    raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
+        elif not is_known(key):
+            raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")
+
+
+def _groups(loader: Any) -> list[str]:
+    from hydra.core.object_type import ObjectType
+
+    return [g for g in loader.list_groups("") if loader.get_group_options(g, ObjectType.CONFIG) and g != "hydra"]

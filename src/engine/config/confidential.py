@@ -1,0 +1,109 @@
+"""Secrets that a config holds as they are: refused early, because a run would write them into its files.
+
+As `${oc.env:NAME}` they may be anywhere but in names of files, and src/engine/machine/secrets.py keeps their values out of what is
+written. No message here quotes the value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from src.engine.machine.secrets import IN_URL, SHORTEST, held_by, is_path, is_secret_key, is_secret_variable, reference
+
+REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
+IN_TEXT = re.compile(r"([\w.]+)['\"]?\s*[:=]\s*['\"]?(?!\$\{)[\w.+/-]")  # `{token: abc}`, not `{token: ${…}}`
+NOT_A_CHOICE = ("runtime", "overrides")  # of the hydra block: what Hydra itself notes down
+# What names files, folders and studies, where nothing can be hidden afterwards.
+NAMES = (
+    "task_name",
+    "paths.output_dir",
+    "paths.data_dir",
+    "search.study_name",
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",
+    "hydra.output_subdir",
+)
+
+
+def check_words(overrides: list[str]) -> None:
+    """The words of a command line, before Hydra parses them: its errors quote them.
+
+    Errors: ValueError, one line with the key and the remedy, never the value.
+    """
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        _check(key, value.strip("'\""), swept=True)
+
+
+def check_literals(tree: DictConfig) -> None:
+    """A composed config, wherever its values come from. Errors as `check_words`."""
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    for key, value in _leaves(OmegaConf.to_container(task)):
+        _check(key, value)
+    if "hydra" in tree:
+        block = OmegaConf.masked_copy(tree.hydra, [str(key) for key in tree.hydra if key not in NOT_A_CHOICE])
+        for key, value in _leaves(OmegaConf.to_container(block), "hydra"):
+            _check(key, value)
+    for key in NAMES:
+        name = held_by(str(OmegaConf.select(tree, key, throw_on_resolution_failure=False, throw_on_missing=False)))
+        if name is not None:
+            raise ValueError(f"{key}: holds the value of {name}, which must not become the name of a file or a study")
+
+
+def _check(key: str, value: Any, swept: bool = False) -> None:
+    """Refuse one value. `swept`: it may be a sweep or a dictionary in Hydra's notation."""
+    if value is None or isinstance(value, bool):
+        return
+    text = str(value)
+    held = held_by(text)
+    if held is not None:
+        raise ValueError(f"{key}: holds the value of {held}; give it as '{reference(held)}', so that no file holds it")
+    url = IN_URL.search(text)
+    if url is not None and REFERENCE.fullmatch(url.group(2)) is None:
+        raise ValueError(f"{key}: {_advice('is a URL with a password', 'PASSWORD', 'give the password')}")
+    if is_secret_key(key):
+        _check_secret(key, text)
+    elif swept:
+        inner = next((name for name in IN_TEXT.findall(text) if is_secret_key(name)), None)
+        if inner is not None:
+            _check_secret(f"{key}.{inner}", "literal")
+
+
+def _check_secret(key: str, text: str) -> None:
+    """The value of a key that says it is a secret: a variable that is known for one, and nothing else."""
+    if text in ("", "null", "true", "false", "True", "False", "???") or is_path(text):
+        return
+    name = re.split(r"[./]", key)[-1].upper()
+    variables, rest = REFERENCE.findall(text), REFERENCE.sub("", text).removeprefix("choice")
+    if not variables or rest.strip("(), '\""):
+        raise ValueError(f"{key}: {_advice('looks like a secret', name, 'give it')}")
+    for variable in variables:
+        value = os.environ.get(variable, "x" * SHORTEST)
+        if len(value) < SHORTEST:
+            raise ValueError(f"{key}: {variable} has fewer than {SHORTEST} characters, too few to be kept out of files")
+        if not is_secret_variable(variable, value) and not is_path(value):
+            raise ValueError(
+                f"{key}: {variable} is no name of a secret; {_advice('known by its name only', name, 'give it')}"
+            )
+
+
+def _advice(what: str, name: str, give: str) -> str:
+    return f"{what}; {give} as '{reference(f'MY_{name}')}', so that it is written to no file"
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _leaves(value, key)
+    else:
+        yield key, node

@@ -1,0 +1,134 @@
+"""Replaces every `auto` by what this machine has, and refuses what it cannot do. The result is what gets frozen."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+
+from src.engine.machine import hardware
+from src.schema import Config, global_batch
+
+DEFAULT_BATCH_SIZE = 64
+
+
+def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> Config:
+    """A copy of `config` without `auto` in the keys that decide what a run computes.
+
+    `world_size` and `local_world_size` are given where the ranks were started from outside (torchrun).
+    Errors: ValueError when this machine, or those ranks, cannot run it.
+    """
+    config = copy.deepcopy(config)
+    cuda = len(hardware.visible_cuda_devices())
+    _resolve_strategy(config, cuda, world_size)
+    _resolve_devices(config, cuda, world_size)
+    parallel = config.parallel
+    local = local_world_size or int(parallel.devices)
+    _check_devices_exist(config, cuda, local)
+    if parallel.threads_per_device == "auto":
+        parallel.threads_per_device = max(1, hardware.cores() // local)
+    if parallel.backend == "auto":
+        parallel.backend = "nccl" if parallel.accelerator == "cuda" else "gloo"
+    if config.data.batch_size is None and config.data.batch_size_per_device is None:
+        config.data.batch_size = DEFAULT_BATCH_SIZE
+    _check_batch(config)
+    _check_compiler(config)
+    return config
+
+
+def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None:
+    parallel = config.parallel
+    asked = cuda if parallel.devices == "auto" else int(parallel.devices)
+    if parallel.strategy == "auto":
+        if world_size is not None:
+            parallel.strategy = "ddp"
+        else:
+            on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
+            several = asked > 1 if on_cuda or parallel.devices != "auto" else False
+            parallel.strategy = "ddp" if several else "single"
+    if world_size is not None and world_size > 1 and parallel.strategy != "ddp":
+        raise ValueError(
+            f"parallel={parallel.strategy}: torchrun started {world_size} ranks, but {parallel.strategy} is one process; "
+            "use parallel=ddp, or start it with python"
+        )
+    if parallel.accelerator == "auto":
+        mps = hardware.has_mps() and parallel.strategy == "single"
+        parallel.accelerator = "cuda" if cuda else "mps" if mps else "cpu"
+
+
+def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
+    parallel = config.parallel
+    if world_size is not None and parallel.strategy == "ddp":
+        if parallel.devices not in ("auto", world_size):
+            raise ValueError(
+                f"parallel.devices={parallel.devices}: torchrun started {world_size} ranks; leave it at auto"
+            )
+        parallel.devices = world_size
+    elif parallel.devices == "auto":
+        if parallel.strategy == "single":
+            parallel.devices = 1
+        elif parallel.accelerator == "cuda":
+            parallel.devices = len(parallel.device_ids or []) or cuda
+        else:
+            parallel.devices = min(2, hardware.cores())
+
+
+def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
+    parallel = config.parallel
+    if parallel.accelerator == "cuda":
+        if cuda == 0:
+            raise ValueError("parallel.accelerator=cuda: no CUDA device is visible here; use cpu or auto")
+        ids = parallel.device_ids
+        if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
+            raise ValueError(f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}")
+        if local > cuda and not (parallel.strategy == "ddp" and parallel.backend == "gloo"):
+            raise ValueError(
+                f"parallel.devices={local}: {cuda} CUDA device(s) here; two NCCL ranks cannot share one "
+                "(parallel.backend=gloo can, to try things out)"
+            )
+        if parallel.output_device is not None and parallel.strategy == "dp" and parallel.output_device >= cuda:
+            raise ValueError(f"parallel.output_device={parallel.output_device}: devices here are 0 to {cuda - 1}")
+        return
+    for key in ("device_ids", "output_device"):
+        if getattr(parallel, key) is not None:
+            raise ValueError(
+                f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices, but this run is on {parallel.accelerator}"
+            )
+    if parallel.backend == "nccl":
+        raise ValueError(f"parallel.backend=nccl: needs CUDA, but this run is on {parallel.accelerator}; use gloo")
+    if parallel.accelerator == "mps":
+        if not hardware.has_mps():
+            raise ValueError("parallel.accelerator=mps: no Apple GPU here; use cpu or auto")
+        if parallel.strategy != "single":
+            raise ValueError(
+                f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu"
+            )
+    if config.model.sync_bn:
+        raise ValueError("model.sync_bn=true: torch's SyncBatchNorm works on CUDA only")
+
+
+def _check_batch(config: Config) -> None:
+    strategy, devices, batch = config.parallel.strategy, int(config.parallel.devices), global_batch(config)
+    if batch < devices:
+        raise ValueError(f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}")
+    if batch % devices and strategy == "ddp":  # dp may have unequal chunks; their sizes are recorded
+        below, above = batch // devices * devices, (batch // devices + 1) * devices
+        raise ValueError(f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}")
+    if (config.data.augment.mixup or config.data.augment.cutmix) and (
+        batch // devices if strategy == "ddp" else batch
+    ) % 2:
+        raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")
+
+
+def _check_compiler(config: Config) -> None:
+    """torch.compile would say so only in the first step, over two screens."""
+    if not config.model.compile:
+        return
+    if config.parallel.accelerator == "cpu":
+        names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+        what = "a C++ compiler; install g++ (apt install g++), or name one in CXX"
+    else:
+        names = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
+        what = "a C compiler; install gcc (apt install gcc), or name one in CC"
+    if not any(name and shutil.which(name) for name in names):
+        raise ValueError(f"model.compile=true: needs {what}")

@@ -1,0 +1,114 @@
+"""What went wrong, in words: the record that a failing rank leaves, which of several came first, and what people are told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from src.engine.launch.supervisor import Ended
+from src.engine.machine.files import write_json
+from src.engine.machine.ranks import Ranks
+from src.schema import Config, global_batch
+
+PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
+NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
+
+
+def describe(error: Exception, config: Config, ranks: Ranks, log: Path) -> dict[str, Any]:
+    """The record of an exception; call it while the exception is being handled."""
+    kind, text = type(error).__name__, _text(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    is_echo = kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in text.lower()
+    status, reason = "failed", f"rank {ranks.rank}: {kind}: {text} ({place})"
+    if kind == "RefusedError":
+        status, reason = "refused", text
+    elif kind == "NotFiniteError":
+        status, reason = "not_finite", text
+    elif kind in ("OutOfMemoryError", "MemoryError") or any(words in text.lower() for words in NO_MEMORY):
+        status, reason = "out_of_memory", _out_of_memory(text, config, ranks)
+    elif "DataLoader worker" in text:
+        reason += "; a loader worker was killed, perhaps for want of memory: fewer data.workers need less"
+    elif is_echo:
+        reason = f"rank {ranks.rank} lost its connection to another rank, which has left: {kind}: {text}"
+    return {
+        "rank": ranks.rank,
+        "attempt": ranks.restart_count,
+        "time": time.time(),
+        "status": status,
+        "reason": reason,
+        "exception": kind,
+        "traceback": traceback.format_exc(),
+        "log": str(log),
+        "is_echo": is_echo,
+        "exit_code": 2 if status == "refused" else 1,
+    }
+
+
+def write_failure(folder: Path, record: dict[str, Any]) -> None:
+    write_json(folder / "logs" / f"failure_rank_{record['rank']}.json", record)
+
+
+def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
+    """The failure that caused the others, not its echo on the ranks that waited for it.
+
+    In this order: the earliest recorded exception that is not a lost connection; a rank that a signal killed (it leaves
+    no record, and its peers record a lost connection); one that left without a record, even with exit code 0; the
+    earliest lost connection. Only the latest attempt counts, after restarts.
+    """
+    records = [json.loads(path.read_text()) for path in (folder / "logs").glob("failure_rank_*.json")]
+    attempt = max((record["attempt"] for record in records), default=0)
+    records = [record for record in records if record["attempt"] == attempt]
+    records.sort(key=lambda record: (record["is_echo"], record["time"]))
+    if records and not records[0]["is_echo"]:
+        return dict(records[0])
+    codes = {**dict.fromkeys(range(ended.world_size), 0), **ended.exit_codes}
+    for record in records:
+        codes.pop(record["rank"], None)
+    for rank, code in sorted(codes.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
+            continue
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
+        status = "failed"
+        if code == -signal.SIGKILL and ended.oom_kills:
+            status, how = (
+                "out_of_memory",
+                "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers",
+            )
+        log = folder / "logs" / f"rank_{rank}.log"
+        return {"rank": rank, "status": status, "reason": f"rank {rank} {how}", "log": str(log)}
+    return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
+
+
+def failure_text(failure: dict[str, Any]) -> str:
+    """What a tired person needs: who failed first, why, where the log is."""
+    lines = [f"Failed: {failure['reason']}"]
+    if failure.get("traceback") and failure.get("status") not in PLAIN and failure["exception"] not in PLAIN:
+        lines.insert(0, failure["traceback"].rstrip())
+    if failure.get("log"):
+        lines.append(f"Log: {failure['log']}")
+    return "\n".join(lines)
+
+
+def _text(error: Exception) -> str:
+    """The message in one line; of an exception in a loader worker, whose message is a traceback, that traceback's end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        lines = lines[-1:]
+    return " ".join(lines)[:500]
+
+
+def _out_of_memory(text: str, config: Config, ranks: Ranks) -> str:
+    batch, devices, train = global_batch(config), int(config.parallel.devices), config.train
+    where = config.parallel.accelerator + (f":{ranks.local_rank}" if config.parallel.accelerator == "cuda" else "")
+    smaller = f"data.batch_size={max(devices, batch // 2)} train.accumulate={train.accumulate * 2} (the same training)"
+    bf16 = "" if train.precision == "bf16" or config.parallel.accelerator == "cpu" else "train.precision=bf16, "
+    return (
+        f"rank {ranks.rank}: out of memory on {where} with {batch // devices} images per device ({batch} in all, "
+        f"{train.precision}, accumulate={train.accumulate}): {text[:300]}; "
+        f"try {smaller}, {bf16}model.grad_checkpointing=true, or more devices"
+    )

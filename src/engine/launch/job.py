@@ -1,0 +1,84 @@
+"""One job, from a checked config and a claimed run folder to result.json and an exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from src.engine.config.compose import freeze, read_frozen
+from src.engine.launch.failure import failure_text, first_failure
+from src.engine.launch.supervisor import SAFE_PATH, Ended, run_ranks
+from src.engine.machine.lock import own
+from src.engine.record.environment import write_environment
+from src.engine.record.result import Result, read_result, write_result
+from src.schema import Config
+
+
+def job_command(folder: Path) -> list[str]:
+    """The command that runs a frozen job in a process of its own, for sweeps."""
+    return [sys.executable, *SAFE_PATH, "-m", "src.engine.launch.job", str(folder)]
+
+
+def run_job(config: Config, folder: Path) -> int:
+    """Run a resolved config in processes of its own; `folder` holds everything it leaves. Returns the exit code."""
+    prepare(config, folder)
+    ended = run_ranks(config, folder)
+    return conclude(config, folder, ended)
+
+
+def prepare(config: Config, folder: Path) -> None:
+    """Put into the run folder what ranks read, and remove what an earlier attempt said of its end."""
+    for stale in [folder / "result.json", *(folder / "logs").glob("failure_rank_*.json")]:
+        stale.unlink(missing_ok=True)
+    freeze(config, folder)
+    write_environment(config, folder)
+
+
+def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
+    """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
+    console = console or sys.stderr
+    result = _own_result(folder)
+    if result is not None and result.status == "done" and not ended.exit_codes:
+        return 0
+    if ended.signal is not None:
+        name = signal.Signals(ended.signal).name
+        _record(config, folder, "interrupted", f"stopped by {name}")
+        saved = any((folder / "checkpoints").glob("*.pt"))
+        print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
+        return 128 + ended.signal
+    failure = first_failure(folder, ended)
+    _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)
+    print(failure_text(failure), file=console, flush=True)
+    return int(failure.get("exit_code", 1))
+
+
+def _own_result(folder: Path) -> Result | None:
+    try:
+        return read_result(folder)
+    except ValueError:
+        return None
+
+
+def _record(config: Config, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None) -> None:
+    parallel = config.parallel
+    write_result(
+        folder,
+        Result(
+            status="failed" if status == "refused" else status,
+            reason=reason,
+            strategy=parallel.strategy,
+            accelerator=parallel.accelerator,
+            devices=int(parallel.devices),
+            model=config.model.name,
+            batch_size=config.data.batch_size,
+            failure=failure,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    run_folder = Path(sys.argv[1])
+    with own(run_folder):
+        sys.exit(run_job(read_frozen(run_folder), run_folder))

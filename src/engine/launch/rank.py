@@ -1,0 +1,117 @@
+"""One rank: read the frozen config, join the group, run, leave. `python -m src.run <run folder>` comes here."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from src.engine.launch.failure import describe, write_failure
+from src.engine.launch.watchdog import Watchdog
+from src.engine.machine.process import die_with_parent
+from src.engine.machine.ranks import Ranks, open_store, ranks_from_environment
+from src.engine.machine.secrets import HidingFormatter
+from src.engine.machine.signals import STOP_SIGNALS, Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
+from src.schema import Config
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+Run = Callable[
+    [Config, Path, Ranks, "Store | None"], None
+]  # what a rank does; handed in, because the engine imports none of it
+STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for ranks that have left
+
+
+def main(folder: Path, run: Run) -> int:
+    """Run the rank that this process is, on a run folder prepared by job.py. Returns the exit code."""
+    from src.engine.config.compose import read_frozen
+
+    ranks = ranks_from_environment(os.environ) or Ranks()
+    config = read_frozen(folder)
+    if config.parallel.strategy != "ddp":
+        return run_rank(run, config, folder, ranks, None)
+    return run_rank(run, config, folder, ranks, open_store(ranks))
+
+
+def run_rank(
+    run: Run,
+    config: Config,
+    folder: Path,
+    ranks: Ranks,
+    store: Store | None,
+    last_words: Callable[[], object] | None = None,
+) -> int:
+    """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised.
+
+    `last_words` is called before the watchdog ends this process, which then does not return from here.
+    """
+    die_with_parent()
+    keep_compiled_code_private()
+    exit_after_stop_signal(STUCK_SECONDS)
+    own_log = folder / "logs" / f"rank_{ranks.rank}.log"
+    stacks = _set_up_output(own_log, ranks)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop_handler)
+    own_store = None if store is None else store.clone()
+    try:
+        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words):
+            return _run_recorded(run, config, folder, ranks, store, own_log)
+    except Stopped as stop:
+        log.info("stopped by %s", stop)
+        return 128 + stop.number
+
+
+def _run_recorded(run: Run, config: Config, folder: Path, ranks: Ranks, store: Store | None, own_log: Path) -> int:
+    try:
+        run(config, folder, ranks, store)
+        return 0
+    except Exception as error:
+        ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
+        log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
+        record = describe(error, config, ranks, own_log)
+        write_failure(folder, record)
+        return int(record["exit_code"])
+
+
+def keep_compiled_code_private() -> None:
+    """What model.compile makes is loaded again; torch's place for it is a name in /tmp that a neighbour can take first.
+
+    The agent that started this rank may have put torch's place into the environment.
+    """
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
+
+
+def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
+    """Every rank logs to its own file; rank 0 alone also has the console.
+
+    For other ranks the file descriptors themselves are redirected, so that what C++ prints lands there too. Returns the
+    log, for stacks.
+    """
+    own_log.parent.mkdir(parents=True, exist_ok=True)
+    stream = open(own_log, "a", encoding="utf-8", buffering=1)
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
+    if ranks.is_first:
+        console = logging.StreamHandler(sys.stdout)
+        console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
+        console.setFormatter(HidingFormatter("%(message)s"))
+        handlers.append(console)
+    else:
+        file = os.open(own_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
+    logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong
+    logging.captureWarnings(True)
+    faulthandler.enable(stream, all_threads=True)
+    return stream

@@ -1,0 +1,127 @@
+"""`resume=<run folder>|auto`: which folder goes on, with which settings, and whether it may."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from src.engine.config.compose import CONF, read_frozen
+from src.engine.machine.lock import is_owned
+from src.engine.machine.secrets import hide, mask
+from src.engine.record.result import read_result
+from src.schema import Config, TrainConfig, global_batch, leaves
+
+# What makes it the same training; strategy, devices and length may change.
+MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
+MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
+
+
+def with_saved_overrides(arguments: Any) -> Any:
+    """For `resume=<folder>`: the overrides that folder was started with, then those given now.
+
+    Errors: ValueError when the folder is no run folder.
+    """
+    folder = _asked(arguments.overrides)
+    if folder is None:
+        return arguments
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        hydra: Any = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
+        sources = OmegaConf.select(hydra, "hydra.runtime.config_sources")
+        if not isinstance(saved, list) or sources is None:  # cut off while it was written
+            raise OSError
+    except (OSError, YAMLError):
+        raise ValueError(
+            f"resume={folder}: not a run folder (it has no .hydra that can be read); give a folder below outputs/"
+        ) from None
+    merged = copy.copy(arguments)
+    merged.overrides = [str(item) for item in saved if not str(item).startswith("resume=")] + arguments.overrides
+    main = next((source.path for source in sources if source.provider == "main"), str(CONF))
+    if arguments.config_path is None and Path(main) != CONF:
+        merged.config_path, merged.config_name = main, hydra.hydra.job.config_name
+    return merged
+
+
+def folder_to_resume(config: Config) -> Path | None:
+    """The folder that `resume` names; for auto the newest unfinished run of this task, or None: a new run starts."""
+    if config.resume is None:
+        return None
+    if config.resume != "auto":
+        return Path(config.resume)
+    runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
+    for folder in (path.parent.parent for path in runs):
+        try:
+            if not _is_done(folder) and not is_owned(folder) and not _differences(config, folder):
+                return folder
+        except ValueError as error:
+            print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+    print(f"resume=auto: no unfinished run of {config.task_name}; starting a new one", file=sys.stderr)
+    return None
+
+
+def check_resumable(config: Config, folder: Path) -> None:
+    """Say what has changed since the run began; refuse what would make it another training.
+
+    Errors: ValueError, unless resume_strict=false.
+    """
+    if not any((folder / "checkpoints").glob("*.pt")):
+        raise ValueError(f"resume={folder}: it has no checkpoint to go on from; start anew without resume")
+    changed = _differences(config, folder)
+    if changed and config.resume_strict:
+        raise ValueError(
+            f"{changed[0]}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
+        )
+    frozen = read_frozen(folder)
+    if _is_done(folder) and not _is_longer(config.train, frozen.train):
+        raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
+    before = dict(_settings(frozen))
+    for key, value in _settings(config):
+        if before.get(key) != value and not key.startswith(("resume", "print_config")):
+            print(hide(f"resume: {key}: {before.get(key)} -> {value}"), file=sys.stderr)
+
+
+def _asked(overrides: list[str]) -> Path | None:
+    for item in reversed(overrides):
+        if item.startswith("resume=") and item not in ("resume=auto", "resume=null", "resume="):
+            return Path(item.removeprefix("resume=").strip("'\""))
+    return None
+
+
+def _differences(config: Config, folder: Path) -> list[str]:
+    frozen = read_frozen(folder)
+    before, batch = dict(_settings(frozen)), global_batch(frozen)
+    changed = [
+        f"{key}={value} (was {before.get(key)})"
+        for key, value in _settings(config)
+        if before.get(key) != value and key.startswith(MUST_STAY) and key not in MAY_CHANGE
+    ]
+    if not changed and global_batch(config) != batch:  # data.batch_size_per_device on another number of devices
+        per_device, devices = config.data.batch_size_per_device, config.parallel.devices
+        changed = [
+            f"parallel.devices={devices}: with data.batch_size_per_device={per_device} the global batch "
+            f"{global_batch(config)} (was {batch})"
+        ]
+    return changed
+
+
+def _settings(config: Config) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value, _ in leaves(config)]
+
+
+def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:
+    """Whether any of the three keys that end a training ends it later."""
+    pairs = ((train.max_steps, before.max_steps), (train.early_stop, before.early_stop))
+    return train.epochs > before.epochs or any((new or math.inf) > (old or math.inf) for new, old in pairs)
+
+
+def _is_done(folder: Path) -> bool:
+    try:
+        return read_result(folder).status == "done"
+    except ValueError:
+        return False

@@ -1,0 +1,159 @@
+"""Starts the ranks of one job as processes and waits for them: torch's elastic agent for ddp, a plain child otherwise.
+
+Both run the same command, `python -m src.run <run folder>`. Commands and not functions, because the agent
+hangs for ever on a function rank that ends with exit code 0 without returning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from src.engine.config.compose import ROOT
+from src.engine.launch.loopback import listen_on_loopback, register_backend
+from src.engine.machine import hardware
+from src.engine.machine.process import imports_without_collector, no_survivors, process_started_at
+from src.engine.machine.signals import STOP_SIGNALS
+from src.schema import Config
+
+SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
+GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
+
+
+@dataclass
+class Ended:
+    """How the ranks ended: exit codes of those that did not end with 0 (negative: killed by that signal)."""
+
+    signal: int | None = None  # the signal that stopped this process while it waited
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    world_size: int = 0  # ranks that were started and have all ended
+    oom_kills: int = (
+        0  # processes that the kernel killed meanwhile for want of memory, here or elsewhere on the machine
+    )
+
+
+def run_ranks(config: Config, folder: Path) -> Ended:
+    """Start the ranks of a resolved config on its run folder and wait until none is left."""
+    environment = _environment(config)
+    before = hardware.oom_kills()
+    with no_survivors():
+        if config.parallel.strategy == "ddp":
+            ended = _run_agent(config, folder, {**environment, **listen_on_loopback()})
+        else:
+            ended = _run_child(folder, environment)
+    ended.oom_kills = hardware.oom_kills() - before
+    return ended
+
+
+def worker_command(folder: Path) -> list[str]:
+    return [sys.executable, *SAFE_PATH, "-m", "src.run", str(folder)]
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """What ranks need before they import torch: thread pools read these once."""
+    path = with_project_on_path(os.environ)["PYTHONPATH"]
+    threads = str(config.parallel.threads_per_device)
+    started = str(process_started_at(os.getpid()))
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
+
+
+def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` in which `python -m src.…` works from any folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
+
+
+def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
+    """One process, in our process group, so that a debugger in it has the terminal."""
+    ended = Ended(world_size=1)
+    child = subprocess.Popen(worker_command(folder), env={**os.environ, **environment})
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        ended.signal = ended.signal or number
+        if child.poll() is None:
+            child.send_signal(number)
+
+    with _signal_handlers(forward):
+        while True:
+            try:
+                code = child.wait(timeout=None if ended.signal is None else GRACE_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                child.kill()
+    if code != 0:
+        ended.exit_codes[0] = code
+    return ended
+
+
+def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> Ended:
+    """All ranks of this machine under torch's elastic agent."""
+    with imports_without_collector():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(config.parallel.devices),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
+        max_restarts=config.parallel.max_restarts,  # the library's default is 3
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
+        signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
+    )
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
+    ended = Ended(world_size=launch.nproc_per_node)
+    command = worker_command(folder)
+    with (
+        _signal_handlers(None),
+        _exported(environment),
+    ):  # the agent installs handlers of its own and leaves them behind
+        try:
+            elastic_launch(launch, command[0])(*command[1:])
+        except ChildFailedError as error:
+            ended.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException as error:  # an Exception: Hydra would swallow it and start the next job of a sweep
+            ended.signal = int(error.sigval)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return ended
+
+
+@contextmanager
+def _signal_handlers(handler: object) -> Iterator[None]:
+    """Install `handler` for the stop signals (None: leave them as they are), and put back what was there."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        if handler is not None:
+            for number in STOP_SIGNALS:
+                signal.signal(number, handler)  # type: ignore[arg-type]
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def _exported(variables: dict[str, str]) -> Iterator[None]:
+    """The agent hands its own environment to the ranks."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,218 @@
+"""Ends a rank that no longer moves, and names the rank that stopped first instead of those that wait for it.
+
+A thread in every rank looks at its main thread's pulse and shows it to the other ranks through the rendezvous store,
+once a second. No collective, nothing in the hot loop. A rank that has been silent for too long writes down its stacks,
+asks the others for theirs, and compares where everybody is: the one that is furthest behind has failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from src.engine.launch.failure import write_failure
+from src.engine.machine.pulse import PHASES, pulse
+from src.engine.machine.ranks import Ranks
+from src.schema import ParallelConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+TICK = 1.0  # seconds between two looks
+SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
+ANSWER = 3.0  # seconds for the other ranks to show where they are
+WRITE = 10.0  # seconds for the rank that writes down who has failed
+DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+
+
+@dataclass
+class Sign:
+    """What a rank shows of itself."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    phase: int = 0
+    ticks: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.phase
+
+    def __str__(self) -> str:
+        return f"{PHASES[self.phase]} of step {self.step}" if self.step else PHASES[self.phase]
+
+
+class Watchdog:
+    """This rank's side, for as long as the `with` block lasts."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        folder: Path,
+        ranks: Ranks,
+        store: Store | None,
+        log: TextIO,
+        last_words: Callable[[], object] | None = None,
+    ) -> None:
+        """`store`: a client of its own, None for the only rank. `log`: where stacks go. `last_words`: before leaving."""
+        self.config, self.folder, self.ranks, self.store, self.log = config, folder, ranks, store, log
+        self.last_words = last_words
+        self.ticks = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        """A thread inside the store while the interpreter shuts down would abort the process."""
+        self._over.set()
+        self._thread.join(timeout=ANSWER)
+
+    @property
+    def limit(self) -> int:
+        """Seconds that the main thread may be silent now."""
+        return self.config.timeout if pulse.steps_done else self.config.start_timeout
+
+    def _watch(self) -> None:
+        beats, moved_at, looked_at = -1, time.monotonic(), time.monotonic()
+        while not self._over.wait(TICK):
+            now = time.monotonic()
+            if now - looked_at > SUSPENDED:
+                moved_at += now - looked_at
+            if pulse.beats != beats or _at_a_debugger():
+                beats, moved_at = pulse.beats, now
+            looked_at = now
+            try:
+                if self._show() or now - moved_at > self.limit:
+                    self._end(now - moved_at)
+                    return
+            except RuntimeError:  # the store is gone, and with it the agent and the run
+                self.store = None
+
+    def _show(self) -> bool:
+        """Show where this rank is; returns whether a rank has raised the alarm."""
+        self.ticks += 1
+        if self.store is None:
+            return False
+        self.store.set(f"watchdog/{self.ranks.rank}", json.dumps(self._sign().__dict__))
+        return bool(self.store.check(["watchdog/alarm"]))
+
+    def _sign(self) -> Sign:
+        return Sign(self.ranks.rank, socket.gethostname(), os.getpid(), pulse.step, pulse.phase, self.ticks)
+
+    def _end(self, silent: float) -> None:
+        """The alarm: stacks of all ranks into their logs, a record of the rank that has failed, and out."""
+        self.log.write(f"no progress for {silent:.0f} s while {self._sign()}; the stacks of all threads:\n")
+        self.log.flush()
+        faulthandler.dump_traceback(file=self.log, all_threads=True)
+        mine = self._sign()
+        before = after = [mine]
+        if self.store is not None:
+            self.store.set("watchdog/alarm", str(self.ranks.rank))
+            before, after = self._look_twice()
+        failed, recorder, reason = judge(before, after, self.limit)
+        if recorder == self.ranks.rank:
+            self._record(failed, f"{reason}; if it is only slow, raise parallel.{self._limit_key()}")
+            if failed.rank != recorder and failed.host == mine.host and failed.pid:
+                _kill(failed.pid)
+            if self.last_words is not None:
+                self.last_words()
+            if self.store is not None:
+                self.store.set("watchdog/recorded", "")
+        elif self.store is not None:
+            with suppress(RuntimeError):
+                self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
+        os._exit(1)
+
+    def _look_twice(self) -> tuple[list[Sign], list[Sign]]:
+        """Every rank's sign now and a little later."""
+        before = self._signs()
+        until = time.monotonic() + ANSWER
+        while time.monotonic() < until:
+            time.sleep(TICK / 2)
+            self._show()
+        return before, self._signs()
+
+    def _signs(self) -> list[Sign]:
+        assert self.store is not None
+        keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
+        return [
+            Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(rank)
+            for rank, key in enumerate(keys)
+        ]
+
+    def _limit_key(self) -> str:
+        return "timeout" if pulse.steps_done else "start_timeout"
+
+    def _record(self, failed: Sign, reason: str) -> None:
+        record: dict[str, Any] = {
+            "rank": failed.rank,
+            "attempt": self.ranks.restart_count,
+            "time": time.time(),
+            "status": "failed",
+            "reason": reason,
+            "exception": "NoProgress",
+            "traceback": _main_stack() if failed.rank == self.ranks.rank else None,
+            "log": str(self.folder / "logs" / f"rank_{failed.rank}.log"),
+            "is_echo": False,
+            "exit_code": 1,
+        }
+        write_failure(self.folder, record)
+
+
+def judge(before: list[Sign], after: list[Sign], limit: int) -> tuple[Sign, int, str]:
+    """(the rank that has failed, the rank that writes this down, why), from two looks after `limit` silent seconds.
+
+    A rank whose watchdog does not tick is stopped, gone, or stuck in native code that keeps the interpreter's lock.
+    Otherwise it is the one furthest behind: the others have come further and wait for it in a collective.
+    """
+    ticking = [new for new, old in zip(after, before, strict=True) if new.ticks > old.ticks]
+    silent = [new for new, old in zip(after, before, strict=True) if new.ticks == old.ticks]
+    if silent and ticking:
+        reason = f"rank {silent[0].rank} does not answer (stopped, or stuck in native code), last seen in {silent[0]}"
+        return silent[0], min(sign.rank for sign in ticking), reason
+    failed = min(after, key=lambda sign: (sign.place, sign.rank))
+    reason = f"rank {failed.rank} made no progress for {limit} s, last seen in {failed}"
+    if len(after) > 1:
+        alone = all(sign.place > failed.place for sign in after if sign.rank != failed.rank)
+        reason += "; the others waited for it" if alone else "; other ranks stopped there too"
+    return failed, failed.rank, reason
+
+
+def _main_stack() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(["Stack of the main thread (most recent call last):\n", *traceback.format_stack(frame)])
+
+
+def _at_a_debugger() -> bool:
+    """Whether the main thread is in a debugger: a person may think for longer than any limit."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(DEBUGGERS[:3]) or DEBUGGERS[3] in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _kill(pid: int) -> None:
+    """SIGABRT first: faulthandler then writes the stacks of a rank that is stuck in native code."""
+    for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+        time.sleep(pause)

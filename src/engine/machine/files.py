@@ -1,0 +1,66 @@
+"""Files written whole or not at all, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from src.engine.machine.secrets import hide, hide_in
+
+
+def claim_folder(wanted: Path) -> Path:
+    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs.
+
+    Errors: ValueError when no folder can be made there.
+    """
+    if not wanted.name:
+        raise ValueError(f"hydra.run.dir={wanted}: give the name of a folder to be made")
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1000):
+            folder = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}_{attempt}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ValueError(f"hydra.run.dir={wanted}: cannot be made ({error.strerror}); choose another place") from None
+    raise ValueError(f"hydra.run.dir={wanted}: 1000 folders of this name exist already; choose another name")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `path` whole or not at all, and without secrets."""
+    _write_whole(path, hide(text))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON: a number that is not finite becomes null, because `NaN` is not JSON."""
+    _write_whole(path, json.dumps(hide_in(_finite(value)), indent=2, allow_nan=False) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Temporary name beside it, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:  # x: a link that somebody has put there is not followed
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,66 @@
+"""What a person sees: a banner, a progress bar, a line per epoch. Plain lines when the output is not a terminal."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.tree import Tree
+
+from src.engine.machine.secrets import hide_in
+
+log = logging.getLogger(__name__)
+
+
+class Console:
+    """Rank 0's console; on other ranks it is silent. A context, so that the progress bar is taken down on errors."""
+
+    def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
+        self._bar: Progress | None = None
+        self._total, self._first = total_steps, first_step
+        rich = RichConsole()
+        if enabled and rich.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=rich, transient=True)
+
+    def __enter__(self) -> Console:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("steps", total=self._total, completed=self._first, numbers="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, loss: float, images_per_sec: float | None) -> None:
+        if self._bar is not None:
+            speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
+            self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
+
+
+def print_config(values: dict[str, Any]) -> None:
+    """The resolved config as a tree, without secrets."""
+    tree = Tree("config")
+    _grow(tree, hide_in(values))
+    RichConsole(soft_wrap=True, highlight=False).print(tree)
+
+
+def _grow(tree: Tree, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            _grow(tree.add(str(key)), value)
+        else:
+            tree.add(f"{key}: {'null' if value is None else value}".replace("[", "\\["))
+
+
+def banner(facts: dict[str, str]) -> None:
+    """A few aligned lines: what runs, where, on what."""
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        log.info("%s  %s", name.rjust(width), fact)

@@ -1,0 +1,93 @@
+"""`environment.json`: where and with what a run ran. No torch: versions and devices are read from metadata and NVML."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from src.engine.machine import hardware
+from src.engine.machine.files import write_json
+from src.schema import Config
+
+LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def write_environment(config: Config, folder: Path) -> None:
+    """`config` is resolved. Values of environment variables are not recorded: they may be secrets."""
+    write_json(folder / "environment.json", describe(config))
+
+
+def describe(config: Config) -> dict[str, Any]:
+    devices = hardware.visible_cuda_devices()
+    return {
+        "format": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain")),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "cpu": {"model": _cpu_model(), "cores": hardware.cores(), "memory_bytes": psutil.virtual_memory().total},
+        "devices": [{"index": d.index, "name": d.name, "memory_bytes": d.memory_bytes} for d in devices],
+        "driver": _driver(),
+        "cuda": hardware.torch_build("cuda"),
+        "nccl": _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
+        "backend": config.parallel.backend if config.parallel.strategy == "ddp" else None,
+        "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
+        "topology": _topology() if devices else None,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    return _output("git", "-C", str(ROOT), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    if not hardware.nvml_devices():
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _topology() -> str | None:
+    """How the devices are connected (NVLink, PCIe), as the driver's tool prints it."""
+    return _output("nvidia-smi", "topo", "-m")

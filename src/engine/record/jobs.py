@@ -1,0 +1,91 @@
+"""`jobs.json`: what a sweep consists of and how far each job is. Always whole, so that a killed sweep can be resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src.engine.machine.files import write_json
+
+FORMAT = 1
+UNFINISHED = ("waiting", "running", "interrupted")
+FAILED = ("failed", "out_of_memory", "not_finite")
+
+
+@dataclass
+class Job:
+    id: int
+    name: str
+    folder: str  # below the sweep folder
+    overrides: list[str]
+    repeat: int = 0
+    config_hash: str = ""
+    status: str = "waiting"  # waiting, running, or a status of result.json
+    reason: str = ""
+    started: str | None = None
+    ended: str | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Jobs:
+    """The jobs of one sweep folder."""
+
+    folder: Path
+    command: str
+    jobs: list[Job]
+    created: str = field(default_factory=lambda: now())
+    status: str = "running"  # running, done, interrupted
+
+    def write(self) -> None:
+        jobs = [dataclasses.asdict(job) for job in self.jobs]
+        head = {"format": FORMAT, "command": self.command, "created": self.created, "status": self.status}
+        write_json(self.folder / "jobs.json", {**head, "jobs": jobs})
+
+    def counts(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for job in self.jobs:
+            found[job.status] = found.get(job.status, 0) + 1
+        return found
+
+    def seconds_left(self) -> float | None:
+        """Mean duration of the ended jobs times those to come; None before the first has ended."""
+        durations = [job.seconds for job in self.jobs if job.seconds is not None]
+        waiting = sum(job.status in ("waiting", "running") for job in self.jobs)
+        return waiting * sum(durations) / len(durations) if durations else None
+
+
+def new_jobs(folder: Path) -> Jobs:
+    """An empty list that remembers the command line it came from."""
+    return Jobs(folder, shlex.join([Path(sys.executable).name, *sys.argv]), [])
+
+
+def read_jobs(folder: Path) -> Jobs:
+    """Errors: ValueError when the folder is no sweep folder, or of a newer version."""
+    path = folder / "jobs.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] > FORMAT:
+            raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({FORMAT})")
+        jobs = [Job(**job) for job in values["jobs"]]
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: not a sweep folder (it has no jobs.json)") from None
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged, or not of this project ({error})") from None
+    return Jobs(folder, values["command"], jobs, values["created"], values["status"])
+
+
+def config_hash(path: Path) -> str:
+    """Of a frozen config.yaml without its comment, which names the folder."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")

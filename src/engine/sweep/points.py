@@ -1,0 +1,118 @@
+"""A sweep's command line -> its points, all composed and checked before the first one runs.
+
+Hydra's own launcher composes each job when it starts, so that editing YAML reaches queued jobs, and a misspelt key is
+found an hour late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from src.engine.config.combinations import check_combination
+from src.engine.config.compose import Command, compose_command, to_config
+from src.engine.config.resolve import resolve
+from src.engine.machine import hardware
+from src.engine.machine.files import write_text
+from src.engine.machine.secrets import hide
+from src.schema import Config, SearchConfig
+
+
+@dataclass
+class Point:
+    """One job-to-be."""
+
+    overrides: list[str]
+    subdir: str  # below the sweep folder
+    tree: DictConfig  # as composed, with `hydra`
+    config: Config  # resolved, unless it cannot run here
+    reason: str = ""  # why it cannot run here; empty when it can
+
+
+def expand(arguments: Any) -> tuple[Command, list[Point]]:
+    """The sweep as composed without its swept keys, and its points; of a search, the one that all trials start from.
+
+    Errors: ValueError when any point has a key or value that can never be right, or when there is nothing to sweep over.
+    """
+    from hydra.errors import HydraException
+
+    command = compose_command(arguments)
+    try:
+        points = [_compose_point(command, overrides, number) for number, overrides in enumerate(_product(command))]
+    except HydraException as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    _share_threads([point.config for point in points])
+    for point in points:
+        settle(point)
+    return command, points
+
+
+def settle(point: Point) -> None:
+    """Resolve the point's config for this machine, or note why it cannot run here."""
+    try:
+        check_combination(point.config)
+        point.config = resolve(point.config)
+    except ValueError as error:
+        point.reason = hide(str(error))
+
+
+def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
+    """The point that a composed tree is. Errors: ValueError for a key or value that can never be right."""
+    with read_write(tree.hydra), open_dict(tree.hydra):
+        tree.hydra.job.num, tree.hydra.job.id = number, str(number)
+    subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
+    if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
+        raise ValueError(f"hydra.sweep.subdir={subdir}: must lie below the sweep folder")
+    config = to_config(tree)
+    config.search = SearchConfig()  # a job is no search: its config.yaml runs again without -m
+    return Point(overrides, subdir, tree, config)
+
+
+def save_hydra_files(tree: DictConfig, folder: Path) -> None:
+    """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
+    hydra = OmegaConf.masked_copy(tree, ["hydra"])
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
+        write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
+
+
+def given(tree: DictConfig) -> list[str]:
+    """The overrides as they were written; read one by one, OmegaConf would put in what `${…}` stands for."""
+    words = OmegaConf.to_container(tree.hydra.overrides.task)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
+
+
+def _product(command: Command) -> list[list[str]]:
+    """The overrides of each point: the swept keys of `hydra.sweeper.params` and of the command line, multiplied out."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    swept = [f"{key}={value}" for key, value in (command.tree.hydra.sweeper.get("params") or {}).items()]
+    overrides = OverridesParser.create(config_loader=command.loader).parse_overrides([*swept, *given(command.tree)])
+    if command.config.search.sampler is not None:  # its swept keys are the search's
+        return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
+    points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
+    return points
+
+
+def _compose_point(command: Command, overrides: list[str], number: int) -> Point:
+    return make_point(command.loader.load_sweep_config(command.tree, overrides), overrides, number)
+
+
+def _share_threads(configs: list[Config]) -> None:
+    """Give all CPU points the same threads per device, else the thread defaults decide the comparison."""
+    most = 1
+    for config in configs:
+        try:
+            resolved = resolve(config).parallel
+        except ValueError:
+            continue
+        if resolved.accelerator == "cpu":
+            most = max(most, int(resolved.devices))
+    for config in configs:
+        if config.parallel.threads_per_device == "auto" and not hardware.visible_cuda_devices():
+            config.parallel.threads_per_device = max(1, hardware.cores() // most)

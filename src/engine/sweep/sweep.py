@@ -1,0 +1,109 @@
+"""A sweep: every point frozen first, then run one by one, each in processes of its own, with the report at the end."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from src.engine.machine.files import claim_folder
+from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
+from src.engine.sweep.board import show_points
+from src.engine.sweep.points import Point, expand
+from src.engine.sweep.runner import Runner, freeze_job, say_stopped
+from src.engine.sweep.space import FROZEN
+from src.schema import DataConfig, SweepConfig
+
+
+def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None]) -> int:
+    """Run, resume or only show the sweep of a command line. Returns the exit code.
+
+    `training_size` tells how many training images there are, for the plan that a dry run shows.
+
+    Errors: ValueError before any job has started.
+    """
+    command, points = expand(arguments)
+    settings = command.config.sweep
+    earlier = None if settings.resume is None else Path(settings.resume)
+    if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
+        from src.engine.sweep.search import resume_search, start_search
+
+        return start_search(command, points[0]) if earlier is None else resume_search(earlier, command)
+    if settings.dry_run:
+        show_points(points, training_size)
+        return 0
+    if earlier is not None:
+        jobs = reopen(earlier)
+    else:
+        if all(point.reason for point in points):
+            raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
+        folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
+        jobs = freeze_jobs(folder, points, settings, command.config.seed)
+    return Sweep(jobs).run()
+
+
+def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, seed: int) -> Jobs:
+    """Write every job's config into its folder and the list of jobs beside them: nothing queued changes any more."""
+    repeated = [(point, repeat) for repeat in range(settings.repeats) for point in points]
+    if settings.shuffle if settings.shuffle is not None else settings.repeats > 1:
+        random.Random(seed).shuffle(repeated)  # so that a drifting machine does not favour the points that come first
+    common = set.intersection(*(set(point.overrides) for point in points))
+    jobs = new_jobs(folder)
+    for number, (point, repeat) in enumerate(repeated):
+        subdir = point.subdir if settings.repeats == 1 else f"{point.subdir}_repeat_{repeat}"
+        name = ",".join(override for override in point.overrides if override not in common) or "the only point"
+        job = Job(number, name, subdir, point.overrides, repeat)
+        freeze_job(folder, job, point)
+        jobs.jobs.append(job)
+    jobs.write()
+    return jobs
+
+
+def reopen(folder: Path) -> Jobs:
+    """An earlier sweep, with what is missing or failed to be run (again); frozen configs stay as they were."""
+    jobs = read_jobs(folder)
+    for job in jobs.jobs:
+        if job.status in UNFINISHED or job.status in FAILED:
+            config = folder / job.folder / "config.yaml"
+            if not config.exists():
+                raise ValueError(f"{config}: missing, so this job cannot be resumed; start the sweep anew")
+            job.status, job.reason, job.started, job.ended, job.seconds = "waiting", "", None, None, None
+    jobs.status = "running"
+    return jobs
+
+
+class Sweep:
+    """Runs the waiting jobs of a sweep in order. A job that fails is a row; a signal ends the job and the sweep."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+
+    def run(self) -> int:
+        with Runner(self.jobs) as runner:
+            for job in self.jobs.jobs:
+                if job.status == "waiting" and runner.stopped_by is None:
+                    runner.run(job)
+                    runner.record(job)
+        self.jobs.status = "done" if runner.stopped_by is None else "interrupted"
+        self.jobs.write()
+        return self._close(runner.stopped_by)
+
+    def _close(self, stopped_by: int | None) -> int:
+        """Report, last lines, exit code."""
+        from src.engine.report.report import write_report
+
+        counts = self.jobs.counts()
+        report = write_report([self.jobs.folder])
+        print(f"sweep        {', '.join(f'{count} {status}' for status, count in counts.items())}")
+        print(f"report       {report}")
+        if stopped_by is not None:
+            return say_stopped(stopped_by, self.jobs.folder)
+        for job in self.jobs.jobs:
+            if job.status in FAILED:
+                print(
+                    f"{job.status}: {job.name}: {job.reason} (log: {self.jobs.folder / job.folder / 'logs'})",
+                    file=sys.stderr,
+                )
+        return int(any(status in counts for status in FAILED))

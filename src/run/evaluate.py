@@ -1,0 +1,53 @@
+"""A finished run evaluated again, on one device, from its frozen config and its checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src.engine.config.compose import read_frozen
+from src.engine.config.resolve import resolve
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
+from src.parallel.forward import AUTOCAST
+from src.run.build import build_evaluation
+from src.schema import ParallelConfig, global_batch
+from src.training import checkpoint
+from src.training.checkpoint import find_checkpoint
+from src.training.metrics import evaluate
+
+
+def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (split, numbers) for `split` (val, test or all), of the raw weights and of the averaged ones where there are.
+
+    `wanted` is the checkpoint: best, last or a file; None: what result.json names.
+
+    Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
+    """
+    config = read_frozen(folder)
+    config.data.batch_size, config.data.batch_size_per_device = global_batch(config), None
+    config.parallel, config.model.sync_bn = ParallelConfig(strategy="single"), False
+    config.model.pretrained, config.model.weights = False, None
+    config = resolve(config)
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    images, _, model, loaders = build_evaluation(config, strategy)
+    path = find_checkpoint(folder, wanted)
+    contents = checkpoint.load(path, strategy.device)
+    chosen = list(loaders) if split == "all" else [split]
+    for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
+        if name not in loaders:
+            raise ValueError(f"split={name}: this data has no such split; it has {', '.join(loaders)}")
+        checkpoint.load_weights(model, contents, weights)
+        found = evaluate(
+            model,
+            loaders[name],
+            strategy=strategy,
+            num_samples=len(loaders[name].reader.split),
+            num_classes=len(images.class_names),
+            autocast=AUTOCAST[config.train.precision],
+            unreadable=loaders[name].unreadable,
+        )
+        assert found is not None  # nobody asked it to stop
+        yield name, {"checkpoint": str(path), "weights": weights, **found.numbers()}

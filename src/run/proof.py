@@ -1,0 +1,216 @@
+"""What a run proves at its start, shows while it goes, and leaves at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from src.engine.machine.process import process_started_at
+from src.engine.record.result import Result
+from src.models.build import count_parameters
+from src.parallel.single import Single
+from src.run.build import Parts
+from src.schema import Config, global_batch, learning_rate
+from src.training.loop import Progress
+
+if TYPE_CHECKING:
+    from src.run.lifecycle import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Proof:
+    """Measured before the first step."""
+
+    world_size: int
+    parameters_hash: str
+
+
+def prove_start(parts: Parts, strategy: Single) -> Proof:
+    """Measure the world size and that all ranks hold the same parameters.
+
+    Errors: RuntimeError when they do not; training on would give each rank a model of its own.
+    """
+    digest, equal = strategy.parameters_hash(parts.trainee.model)
+    if not equal:
+        raise RuntimeError("the ranks start with different parameters; does the model draw random numbers elsewhere?")
+    measured, asked = strategy.measured_world_size(), int(strategy.config.devices)
+    if measured != asked:
+        raise RuntimeError(f"world size: {asked} devices were asked for, but {measured} take part")
+    return Proof(measured, digest)
+
+
+def show_banner(config: Config, folder: Path, parts: Parts, strategy: Single, progress: Progress) -> None:
+    if strategy.is_first:
+        from src.engine.record.console import banner
+
+        banner(_banner(config, folder, parts, strategy, progress))
+
+
+def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progress: Progress) -> dict[str, str]:
+    parallel, batch, devices = config.parallel, global_batch(config), int(config.parallel.devices)
+    on = f"{devices} {parallel.accelerator} device{'s' * (devices > 1)}"
+    if parallel.accelerator == "cpu":
+        on += f" of {parallel.threads_per_device} thread{'s' * (int(parallel.threads_per_device) > 1)}"
+        on += " (threads on CPU: its speed says nothing about GPUs)" if strategy.kind == "dp" else ""
+    rate, rule = learning_rate(config), config.optim.lr_rule
+    scaled = (
+        "" if rule == "none" else f" = {config.optim.lr:g} x {rule} rule to batch {batch * config.train.accumulate}"
+    )
+    dropped = parts.train.requests.shard.dropped
+    chunks = strategy.chunk_sizes(batch)
+    per_device = str(chunks[0]) if len(set(chunks)) == 1 else str(chunks)
+    steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
+    if config.train.max_steps is not None:
+        steps = f"{parts.total_steps} (max_steps)"
+    return {
+        "model": f"{config.model.name}, {count_parameters(parts.trainee.model):,} parameters, {config.train.precision}",
+        "data": f"{config.data.name}, {parts.train.requests.shard.num_images:,} training images, {dropped} dropped per epoch",
+        "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
+        "batch": f"{batch} global, {per_device} per device"
+        + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
+        "steps": steps + (f", from {progress.step}" if progress.step else ""),
+        "lr": f"{rate:g}{scaled}, {config.optim.sched}",
+        "folder": str(folder),
+    }
+
+
+def collect(run: Run, proof: Proof) -> Result:
+    """The result of a finished run; collective. Errors: RuntimeError when the ranks have drifted apart."""
+    config, parts, strategy, progress = run.config, run.parts, run.strategy, run.progress
+    digest, equal = strategy.parameters_hash(parts.trainee.model)
+    if not equal:
+        raise RuntimeError("the ranks end with different parameters: gradients were not synchronised")
+    cpu = strategy.gather(parts.meter.cpu_seconds_per_second())
+    state_bytes = strategy.gather(_state_bytes(parts.trainee.optimizer))
+    result = Result(
+        status="done",
+        strategy=strategy.kind,
+        accelerator=config.parallel.accelerator,
+        devices=int(config.parallel.devices),
+        threads_per_device=int(config.parallel.threads_per_device),
+        world_size=proof.world_size,
+        processes=strategy.world_size,
+        backend=strategy.backend,
+        model=config.model.name,
+        parameters=count_parameters(parts.trainee.model),
+        batch_size=global_batch(config),
+        steps=progress.step,
+        epochs=progress.step / parts.steps_per_epoch,
+        samples_seen=progress.step * global_batch(config) * config.train.accumulate,
+        dropped_per_epoch=parts.train.requests.shard.dropped,
+        skipped=_skipped(parts, strategy),
+        train={"loss": run.train_loss},
+        val={**_numbers(run, "val"), "acc_best": progress.best_acc},
+        test=_numbers(run, "test"),
+        throughput=parts.meter.throughput(),
+        memory=strategy.memory(),
+        cpu={"seconds_per_second": None if None in cpu else sum(cpu)},
+        data_wait=parts.meter.data_wait(),
+        communication=strategy.communication(parts.trainee.model, parts.trainee.wrapped),
+        seconds=_seconds(parts.meter.first_step_at),
+        parameters_hash=digest,
+        checkpoint="checkpoints/best.pt"
+        if (run.folder / "checkpoints" / "best.pt").exists()
+        else "checkpoints/last.pt",
+        proof={
+            "parameters_hash_start": proof.parameters_hash,
+            "hashes_equal": equal,
+            "chunk_sizes": strategy.chunk_sizes(global_batch(config)),
+            "optimizers": strategy.world_size,
+            "optimizer_state_bytes": state_bytes,
+            "files_per_rank": dict(enumerate(strategy.gather(_open_files(run.folder)))),
+            **_count_indices(parts, strategy),
+        },
+    )
+    result.objective = objective(result, config.optimized_metric)
+    return result
+
+
+def _numbers(run: Run, split: str) -> dict[str, Any]:
+    """Of the newest evaluation of a split, averaged weights beside the raw ones; empty where there is no such split."""
+    raw, ema = run.evaluations.get(split), run.evaluations.get(f"{split}_ema")
+    if raw is None:
+        return {}
+    return raw.numbers() | ({} if ema is None else {"loss_ema": ema.loss, "acc_ema": ema.acc})
+
+
+def objective(result: Result, name: str) -> float | None:
+    """The value of `optimized_metric` in a result."""
+    if name == "images_per_sec":
+        return result.throughput.get("images_per_sec")
+    split, _, metric = name.partition("/")
+    return getattr(result, split).get(metric)  # type: ignore[no-any-return]
+
+
+def show_end(folder: Path, result: Result) -> None:
+    """The last lines: where the run is, how good, and how to look at it."""
+    found = f"val/acc {result.val['acc']:.4f} (best {result.val['acc_best']:.4f})"
+    found += f", test/acc {result.test['acc']:.4f}" if result.test else ""
+    of_split = {"val": result.val, "test": result.test}
+    averaged = [f"{split}/acc_ema {n['acc_ema']:.4f}" for split, n in of_split.items() if "acc_ema" in n]
+    log.info("run folder   %s", folder)
+    log.info("accuracy     %s", ", ".join([found, *averaged]))
+    log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
+
+
+def _skipped(parts: Parts, strategy: Single) -> dict[str, int]:
+    """How many images of each split could not be read, by any rank; says so where there are any. Collective."""
+    counts, first = {}, ""
+    for name, loader in {"train": parts.train, **parts.evaluation}.items():
+        indices = sorted({index for own in strategy.gather(sorted(loader.unreadable)) for index in own})
+        if indices:
+            counts[name] = len(indices)
+            files = getattr(loader.reader.split, "files", None)
+            first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
+    if counts and strategy.is_first:
+        each = ", ".join(f"{split} {count}" for split, count in counts.items())
+        log.info("skipped      unreadable images: %s; the first: %s", each, first)
+    return counts
+
+
+def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:
+    """Counted, not computed: the indices that all ranks read in one epoch."""
+    shard = parts.train.requests.shard
+    shards = strategy.gather(shard.shard().tolist())
+    seen = [index for indices in shards for index in indices]
+    return {
+        "indices_seen": len(seen),
+        "indices_distinct": len(set(seen)),
+        "indices_expected": shard.batches_per_epoch * shard.batch_size,
+    }
+
+
+def _open_files(folder: Path) -> int:
+    """Files of the run folder that this rank writes: those it holds open (TensorBoard opens its own at times only)."""
+    try:
+        paths = {file.path for file in psutil.Process().open_files()}  # a log may be open more than once
+        return sum(Path(path).is_relative_to(folder.resolve()) for path in paths)
+    except psutil.Error:
+        return 0
+
+
+def _state_bytes(optimizer: Any) -> int:
+    tensors = (
+        value for state in optimizer.state.values() for value in state.values() if hasattr(value, "element_size")
+    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _seconds(first_step_at: float | None) -> dict[str, float | None]:
+    """From the command to the first step's end, and to now."""
+    started = float(os.environ.get("RUN_STARTED_AT", 0)) or None
+    if started is None:  # torchrun: its start is the parent's
+        started = process_started_at(os.getppid())
+    return {
+        "start_to_first_step": None if first_step_at is None else first_step_at - started,
+        "total": time.time() - started,
+    }

@@ -1,0 +1,58 @@
+"""A trained model out of a run folder: the frozen config makes it, a checkpoint fills it. Its data are not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from src.data.augment import Preprocessing
+from src.engine.config.compose import read_frozen
+from src.models.build import build_model
+from src.schema import Config
+from src.training import checkpoint
+from src.training.checkpoint import find_checkpoint
+
+
+@dataclass
+class Trained:
+    """`model` is in evaluation mode."""
+
+    model: nn.Module
+    config: Config
+    preprocessing: Preprocessing
+    class_names: list[str]
+    checkpoint: Path
+    weights: str  # model or ema
+
+
+def load_trained(folder: Path, wanted: str | None, weights: str | None, device: torch.device) -> Trained:
+    """`wanted` is best, last or a file (None: what result.json names), `weights` model or ema (None: those that
+    checkpoint.metric judged).
+
+    Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
+    """
+    config = read_frozen(folder)
+    path = find_checkpoint(folder, wanted)
+    contents = checkpoint.load(path)
+    if "preprocessing" not in contents:
+        raise ValueError(f"{path}: does not say how its images are prepared; it is of an older version of this project")
+    preprocessing = Preprocessing(**_with_tuples(contents["preprocessing"]))
+    weights = weights or judged_weights(config)
+    size = config.data.image_size or preprocessing.input_size[-1]
+    fresh = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
+    model = build_model(fresh, len(contents["classes"]), preprocessing.input_size[0], size, device)
+    checkpoint.load_weights(model, contents, weights)
+    return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)
+
+
+def judged_weights(config: Config) -> str:
+    """Which of a run's weights `checkpoint.metric` is of: model or ema."""
+    return "ema" if config.checkpoint.metric.endswith("_ema") else "model"
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
