@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from src.engine.report.comparison import STRATEGIES, Group, Point
 from src.engine.report.measured import Run
-from src.engine.report.statistics import FEWEST_REPEATS, figure, with_range
+from src.engine.report.ranges import FEWEST_REPEATS, figure, with_range
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from src.engine.report.advice import stages
 from src.engine.report.claims_measured import ddp_is_faster
 from src.engine.report.evidence import BOTH, FAILS, HOLDS, UNMEASURED, Evidence, Finding, listing, missing, weigh
 from src.engine.report.measured import Run
-from src.engine.report.statistics import compare, with_range
+from src.engine.report.ranges import compare, with_range
 
 DDP_REMEDY = "parallel=ddp parallel.devices=2"
 

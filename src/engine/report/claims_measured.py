@@ -17,7 +17,7 @@ from src.engine.report.evidence import (
     runs_of,
     weigh,
 )
-from src.engine.report.statistics import Order, compare, compare_with, figure, ratio, with_range
+from src.engine.report.ranges import Order, compare, compare_with, figure, ratio, with_range
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices

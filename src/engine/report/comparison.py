@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from src.engine.report.measured import Run
-from src.engine.report.statistics import FEWEST_REPEATS, Order, Summary, compare, efficiency, rank, speed_up, summarise
+from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary, compare, efficiency, rank, speed_up, summarise
 
 STRATEGIES = ("single", "dp", "ddp")  # simplest first: a tie goes to the simpler one
 MEASURES = (

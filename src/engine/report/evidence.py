@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import Run
-from src.engine.report.statistics import FEWEST_REPEATS, Order, Summary
+from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "cannot be measured on this machine"
 

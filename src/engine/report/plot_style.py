@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from src.engine.report.comparison import Point
-from src.engine.report.statistics import Summary
+from src.engine.report.ranges import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from src.engine.report.claims import Claim, Correction, correct, judge
 from src.engine.report.collect import collect, read_sweep
 from src.engine.report.comparison import MEASURES, Group, Point, group, hardware, shared, varied
 from src.engine.report.measured import Run
-from src.engine.report.statistics import Summary
+from src.engine.report.ranges import Summary
 
 FORMAT = 1
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.

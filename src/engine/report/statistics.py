@@ -1,39 +1,218 @@
-"""Medians, ranges, and when two measurements may be ranked. Pure functions over numbers."""
+"""When repeated measurements bear a statement: ratios of points with intervals, and one of four words. Pure functions.
+
+The model is that of randomised complete blocks: log(value) = point + block + noise, with one noise for all points. Its
+intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter 9) also serves blocks that lack a point or
+hold one twice. Holm (1979) keeps the chance of any wrong statement of a family at `level`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from statistics import median
 
-# With 3 repeats each, two ranges drawn from one and the same distribution lie apart in 10 % of cases; with 5, in 0.8 %.
-FEWEST_REPEATS = 3
+import numpy as np
+from scipy.special import (
+    stdtr,
+    stdtrit,
+)  # Student's t: its distribution and quantiles; scipy.stats takes a second to import
+
+HOLDS, FAILS, UNDECIDED, UNMEASURED = "holds", "does not hold", "undecided", "cannot be measured here"
+SMALLEST_DIFFERENCE = 0.03  # a smaller one is of no interest to who chooses a strategy
+LEVEL = 0.05  # chance of any wrong statement in a family
+POWER = 0.8  # "could have been seen": in this share of such sweeps
+MOST_BLOCKS = 1000  # more are not advised to anyone
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """log(a / b) from one set of rows. `difference` is None where the rows do not connect a and b."""
+
+    a: str
+    b: str
+    n: int  # measurements of a or of b, whichever are fewer
+    difference: float | None = None
+    error: float = 0.0  # standard error of the difference
+    freedom: int = 0  # residual degrees of freedom; 0: the rows show no noise
+    noise: float = 0.0  # residual standard deviation of one measurement
+    points: int = 2
+
+    @property
+    def p(self) -> float:
+        """Two-sided probability of such a difference where there is none."""
+        if self.difference is None or not self.freedom:
+            return math.nan
+        if self.error == 0:
+            return 0.0 if self.difference else 1.0
+        return float(2 * stdtr(self.freedom, -abs(self.difference) / self.error))
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The statement "a is more than b": its ratio a / b, and whether it may be made."""
+
+    a: str
+    b: str
+    ratio: float | None
+    low: float | None  # of the interval at the level that Holm's rule leaves to this contrast; None: no noise is known
+    high: float | None
+    n: int
+    verdict: str
+    detectable: float | None = (
+        None  # smallest difference (0.1: a tenth) that would have been seen in POWER of such sweeps
+    )
+    blocks_needed: int | None = None  # where undecided: how many would decide, if the estimate stays; None: unknown
+
+    def exceeds(self, limit: float) -> str:
+        """The verdict on "a is at least `limit` times b"."""
+        if self.ratio is None:
+            return UNMEASURED
+        if self.low is None or self.high is None:
+            return UNDECIDED
+        return HOLDS if self.low >= limit else FAILS if self.high < limit else UNDECIDED
+
+
+def contrasts(
+    rows: Iterable[tuple[str, object, float]],
+    pairs: Sequence[tuple[str, str]],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    level: float = LEVEL,
+) -> list[Contrast]:
+    """One contrast a / b per pair, in the order of `pairs`, which are one family.
+
+    `rows`: (point, block, value) of every measurement; values are positive. Name only pairs that will be stated.
+    """
+    return decide(estimate(rows, pairs), smallest_difference, level)
+
+
+def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
+    """The differences of `pairs` in logarithms, blocks taken out. Values that are not positive are left out."""
+    known = [row for row in rows if math.isfinite(row[2]) and row[2] > 0]
+    places = {name: place for place, name in enumerate(dict.fromkeys(row[0] for row in known))}
+    blocks = {name: place for place, name in enumerate(dict.fromkeys(row[1] for row in known))}
+    point = np.array([places[row[0]] for row in known], dtype=int)
+    block = np.array([blocks[row[1]] for row in known], dtype=int)
+    values = np.log(np.array([row[2] for row in known], dtype=float))
+    values -= values.mean() if known else 0.0
+    counts = np.zeros((len(places), len(blocks)))
+    np.add.at(counts, (point, block), 1)
+    per_block = counts.sum(0)
+    block_means = np.bincount(block, values, len(blocks)) / per_block
+    within = values - block_means[block]
+    information = np.diag(counts.sum(1)) - (counts / per_block) @ counts.T
+    variances = np.linalg.pinv(information, hermitian=True, rcond=1e-9) if known else information
+    effects = variances @ np.bincount(point, within, len(places))
+    means = (counts.T @ effects) / per_block
+    rest = within - effects[point] + means[block]
+    rank = round(float(np.trace(variances @ information)))
+    freedom = len(known) - len(blocks) - rank
+    noise = math.sqrt(float(rest @ rest) / freedom) if freedom > 0 else 0.0
+    found = []
+    for a, b in pairs:
+        if a not in places or b not in places:
+            found.append(Estimate(a, b, 0))
+            continue
+        first, second = places[a], places[b]
+        n = int(min(counts[first].sum(), counts[second].sum()))
+        weights = np.zeros(len(places))
+        weights[first], weights[second] = 1, -1
+        if np.abs(information @ (variances @ weights) - weights).max() > 1e-6:  # no chain of blocks joins them
+            found.append(Estimate(a, b, n))
+            continue
+        error = noise * math.sqrt(float(weights @ variances @ weights))
+        difference = float(effects[first] - effects[second])
+        found.append(Estimate(a, b, n, difference, error, freedom, noise, len(places)))
+    return found
+
+
+def decide(
+    estimates: Sequence[Estimate], smallest_difference: float = SMALLEST_DIFFERENCE, level: float = LEVEL
+) -> list[Contrast]:
+    """Contrasts of one family, in the order of `estimates`.
+
+    Holm: the smallest of m probabilities is held against level / m, the next against level / (m - 1), and so on, until
+    one fails; the others stay at its level. The interval of each is at that same level, so that it tells what the rule
+    tells.
+    """
+    tested = sorted((e for e in estimates if e.freedom > 0 and e.difference is not None), key=lambda e: e.p)
+    levels: dict[int, float] = {}
+    share, passed = level, True
+    for place, e in enumerate(tested):
+        if passed:
+            share = level / (len(tested) - place)
+            passed = e.p <= share
+        levels[id(e)] = share
+    return [_contrast(e, levels.get(id(e), level), smallest_difference) for e in estimates]
+
+
+def _contrast(e: Estimate, level: float, smallest: float) -> Contrast:
+    if e.difference is None:
+        return Contrast(e.a, e.b, None, None, None, e.n, UNMEASURED)
+    ratio = math.exp(e.difference)
+    if not e.freedom:
+        return Contrast(e.a, e.b, ratio, None, None, e.n, UNDECIDED)
+    reach = _quantile(1 - level / 2, e.freedom) * e.error
+    low, high = math.exp(e.difference - reach), math.exp(e.difference + reach)
+    detectable = math.expm1(reach + _quantile(POWER, e.freedom) * e.error)
+    if high < 1 + smallest:
+        return Contrast(e.a, e.b, ratio, low, high, e.n, FAILS, detectable)
+    if low > 1:
+        return Contrast(e.a, e.b, ratio, low, high, e.n, HOLDS, detectable)
+    return Contrast(e.a, e.b, ratio, low, high, e.n, UNDECIDED, detectable, _blocks_needed(e, level, smallest))
+
+
+def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
+    """Blocks after which the estimate, if it stays, lies clear of no difference or of the smallest of interest."""
+    assert e.difference is not None
+    margin = max(e.difference, math.log1p(smallest) - e.difference)
+    blocks = e.n + 1
+    for _ in range(20):  # the quantiles hang on the number of blocks: settle by repetition
+        freedom = max(1, (blocks - 1) * (e.points - 1))
+        reach = _quantile(1 - level / 2, freedom) + _quantile(POWER, freedom)
+        wanted = max(e.n + 1, math.ceil(2 * (reach * e.noise / margin) ** 2))
+        if wanted in (blocks, blocks - 1):
+            break
+        blocks = min(wanted, 2 * MOST_BLOCKS)
+    return blocks if blocks <= MOST_BLOCKS else None
+
+
+def _quantile(probability: float, freedom: int) -> float:
+    return float(stdtrit(freedom, probability))
+
+
+def choose(
+    rows: Iterable[tuple[str, object, float]],
+    simplest_first: Sequence[str],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+) -> tuple[str, Contrast | None] | None:
+    """The point that leads, and where it leads as the simpler one its contrast with the highest; None without rows.
+
+    That is the highest estimate, or the simplest point whose interval shows it at most `smallest_difference` slower.
+    "The simplest that cannot be excluded" would be led by one disturbed run, which widens all intervals.
+    """
+    rows = list(rows)
+    measured = {row[0] for row in rows}
+    names = [name for name in simplest_first if name in measured]
+    if not names:
+        return None
+    to_first = {e.a: e.difference for e in estimate(rows, [(name, names[0]) for name in names])}
+    best = max(names, key=lambda name: -math.inf if (found := to_first[name]) is None else found)
+    for simpler in names[: names.index(best)]:
+        [found] = contrasts(rows, [(simpler, best)], smallest_difference)
+        if found.low is not None and found.low >= 1 - smallest_difference:
+            return simpler, found
+    return best, None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Repeats of one measurement: their median, smallest, largest and number."""
+    """Repeats of one measurement: their median, smallest, largest and number. It describes; it decides nothing."""
 
     median: float
     low: float
     high: float
     count: int
-
-    @property
-    def spread(self) -> float | None:
-        """(largest - smallest) / median; None where the median is 0."""
-        return (self.high - self.low) / abs(self.median) if self.median else None
-
-
-class Order(Enum):
-    """How a first measurement stands to a second one."""
-
-    HIGHER = "higher"
-    LOWER = "lower"
-    OVERLAP = "ranges overlap"
-    TOO_FEW = "too few repeats"
 
 
 def summarise(values: Iterable[float | None]) -> Summary | None:
@@ -42,85 +221,3 @@ def summarise(values: Iterable[float | None]) -> Summary | None:
     if not finite:
         return None
     return Summary(median(finite), min(finite), max(finite), len(finite))
-
-
-def ratio(first: Summary | None, second: Summary | None) -> Summary | None:
-    """first / second of two positive measurements; the range holds the ratio of every pair of repeats."""
-    if first is None or second is None or first.low < 0 or second.low <= 0:
-        return None
-    return Summary(
-        first.median / second.median,
-        first.low / second.high,
-        first.high / second.low,
-        min(first.count, second.count),
-    )
-
-
-def scaled(summary: Summary | None, factor: float) -> Summary | None:
-    if summary is None:
-        return None
-    low, high = sorted((summary.low * factor, summary.high * factor))
-    return Summary(summary.median * factor, low, high, summary.count)
-
-
-def speed_up(speed: Summary | None, single: Summary | None) -> Summary | None:
-    """Images/s over the images/s of one device. Holds for strong and for weak scaling, which differ in the batch."""
-    return ratio(speed, single)
-
-
-def efficiency(gain: Summary | None, devices: int) -> Summary | None:
-    """Speed-up over the number of devices: 1 is linear."""
-    return scaled(gain, 1 / devices)
-
-
-def overlap(first: Summary, second: Summary) -> bool:
-    """Ranges that only touch overlap too."""
-    return first.low <= second.high and second.low <= first.high
-
-
-def compare(first: Summary, second: Summary) -> Order:
-    if min(first.count, second.count) < FEWEST_REPEATS:
-        return Order.TOO_FEW
-    if overlap(first, second):
-        return Order.OVERLAP
-    return Order.HIGHER if first.low > second.high else Order.LOWER
-
-
-def compare_with(summary: Summary, limit: float) -> Order:
-    """HIGHER when all repeats lie above `limit` or on it, LOWER when all lie below."""
-    if summary.count < FEWEST_REPEATS:
-        return Order.TOO_FEW
-    if summary.low >= limit:
-        return Order.HIGHER
-    return Order.LOWER if summary.high < limit else Order.OVERLAP
-
-
-def rank(summaries: Mapping[str, Summary]) -> list[list[str]]:
-    """Names in tiers, highest first: tiers lie wholly apart, and within a tier overlaps forbid an order.
-
-    Two names that do not overlap share a tier when a third one's range bridges them.
-    """
-    tiers: list[list[str]] = []
-    floor = math.inf
-    for name, summary in sorted(summaries.items(), key=lambda item: -item[1].high):
-        if tiers and summary.high >= floor:
-            tiers[-1].append(name)
-            floor = min(floor, summary.low)
-        else:
-            tiers.append([name])
-            floor = summary.low
-    return [sorted(tier, key=lambda name: -summaries[name].median) for tier in tiers]
-
-
-def figure(value: float) -> str:
-    """A number as a person reads it: three digits, or all digits before the point."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    text = f"{value:#.3g}"
-    return text if "e" not in text else f"{value:.1e}"
-
-
-def with_range(summary: Summary, unit: str = "") -> str:
-    """Median, unit and, where they differ in what is shown, (smallest–largest)."""
-    low, high = figure(summary.low), figure(summary.high)
-    return figure(summary.median) + unit + (f" ({low}–{high})" if low != high else "")

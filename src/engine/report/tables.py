@@ -9,7 +9,7 @@ from typing import Any
 from src.engine.report.claims import Claim, Correction
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import Run
-from src.engine.report.statistics import FEWEST_REPEATS, Order, Summary, figure, with_range
+from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary, figure, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
