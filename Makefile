@@ -54,9 +54,9 @@ clean: ## remove the environment and the caches, not the outputs
 # Stamp files: a second call installs nothing unless the requirements have changed.
 $(VENV)/runtime: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python scripts/maintain/install.py requirements.txt
 	touch $@
 
 $(VENV)/development: requirements-dev.txt $(VENV)/runtime
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python scripts/maintain/install.py requirements-dev.txt
 	touch $@

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -55,6 +56,11 @@ def _parse(words: list[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
+        if re.search(r"--local[-_]rank", message):  # torch.distributed.launch hands it to every script
+            raise ValueError(
+                "--local-rank: torch.distributed.launch is out of date; "
+                "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
+            )
         raise ValueError(f"{message}; see python train.py --help")
 
     parser = get_args_parser()

@@ -150,6 +150,7 @@ class TrainConfig:
     precision: str = choice("fp32", "fp32", "bf16", "fp16")
     accumulate: int = number(1, least=1)  # batches per optimizer step
     evaluate_every: int = number(1, least=0)  # epochs; 0: never during training
+    target_loss: float | None = number(None, above=0)  # the last lines say whether train/loss got below it
     early_stop: int | None = number(None, least=1)  # evaluations without a better `checkpoint.metric`
     loss: str = choice("ce", "ce", "bce")
     smoothing: float = number(0.0, least=0, most=1)
@@ -210,7 +211,7 @@ class Config:
     resume: str | None = None  # a run folder, or auto: the newest unfinished run of this task
     resume_strict: bool = True
     optimized_metric: str = "val/acc_best"  # what train.py hands to a search
-    print_config: bool = True
+    print_config: bool | str = True  # what differs from the defaults; full: all of it
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -140,7 +140,7 @@ WRONG_TYPES = [
     ("seed=null", "seed", "null"),
     ("model.name=null", "model.name", "null"),
     ("model.kwargs=3", "model.kwargs", "3"),
-    ("print_config=maybe", "print_config", "maybe"),
+    ("print_config=maybe", "print_config=maybe", "full"),
     ("tags=x", "tags", "x"),
     ("data.workers=many", "data.workers=many", "auto"),
     ("data.workers=1.5", "data.workers", "1.5"),

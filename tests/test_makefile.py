@@ -73,14 +73,14 @@ def test_make_alone_is_make_help() -> None:
 
 def test_training_installs_the_runtime_alone(checkout: Path) -> None:
     commands = make("-n", "train", folder=checkout)
-    installed = re.findall(r"pip install.*-r (\S+)", commands)
+    installed = re.findall(r"install\.py (\S+)", commands)
     assert installed == ["requirements.txt"]
     assert "python3 -m venv .venv" in commands
     assert commands.strip().splitlines()[-1].strip() == ".venv/bin/python train.py"
 
 
 def test_testing_installs_both(checkout: Path) -> None:
-    assert re.findall(r"pip install.*-r (\S+)", make("-n", "test", folder=checkout)) == [
+    assert re.findall(r"install\.py (\S+)", make("-n", "test", folder=checkout)) == [
         "requirements.txt",
         "requirements-dev.txt",
     ]
@@ -99,7 +99,7 @@ def test_the_interpreter_and_the_environments_place_can_be_given(checkout: Path)
 def test_a_second_call_installs_nothing(checkout: Path, target: str, stamps: tuple[str, ...]) -> None:
     make_stamps(checkout, *stamps)
     commands = make("-n", target, folder=checkout)
-    assert "pip" not in commands
+    assert "install" not in commands
     assert "venv " not in commands
     assert len(commands.splitlines()) == 1
 
@@ -107,11 +107,11 @@ def test_a_second_call_installs_nothing(checkout: Path, target: str, stamps: tup
 def test_changed_requirements_are_installed_again(checkout: Path) -> None:
     make_stamps(checkout, "runtime", "development")
     touch(checkout / "requirements.txt", 3_000_000)
-    assert "-r requirements.txt" in make("-n", "train", folder=checkout)
+    assert "install.py requirements.txt" in make("-n", "train", folder=checkout)
     make_stamps(checkout, "runtime", "development")
     touch(checkout / "requirements-dev.txt", 3_000_000)
-    assert "pip" not in make("-n", "train", folder=checkout)
-    assert "-r requirements-dev.txt" in make("-n", "test", folder=checkout)
+    assert "install" not in make("-n", "train", folder=checkout)
+    assert "install.py requirements-dev.txt" in make("-n", "test", folder=checkout)
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])

@@ -97,7 +97,7 @@ class Loader:
     """Batches of one split for this rank, on its device."""
 
     def __init__(self, reader: Reader, requests: Any, feed: DeviceFeed, num_workers: int) -> None:
-        self.reader, self.requests, self.feed = reader, requests, feed
+        self.reader, self.requests, self.feed, self.num_workers = reader, requests, feed, num_workers
         self.unreadable: set[int] = set()  # indices that this rank could not read so far
         self._loader: DataLoader[Any] | None = None
         if num_workers:

@@ -19,6 +19,7 @@ from src.engine.machine.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
 from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
+from src.parallel.unused import NamingParallel
 from src.schema import ParallelConfig
 
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -61,7 +62,7 @@ class Distributed(Single):
             options = {"forward_sync_buffers" if k == "broadcast_buffers" else k: v for k, v in options.items()}
         if self.device.type == "cuda":
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
-        wrapped = DistributedDataParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
+        wrapped = NamingParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
         wrapped._set_ddp_runtime_logging_sample_rate(10)  # type: ignore[operator]  # steps; feeds `communication`
         return wrapped
 

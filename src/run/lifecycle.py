@@ -5,7 +5,6 @@ Every rank runs this; rank 0 alone writes. Collective calls (sum, gather, evalua
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -67,11 +66,11 @@ class Run:
         """The whole story."""
         config, strategy = self.config, self.strategy
         if strategy.is_first and config.print_config:
-            print_config(dataclasses.asdict(config))
+            print_config(config, full=config.print_config == "full")
         proof = prove_start(self.parts, strategy)
         show_banner(config, self.folder, self.parts, strategy, self.progress)
-        with Console(strategy.is_first, self.parts.total_steps, self.progress.step) as console:
-            self.recorder = Recorder(self.folder, strategy.is_first, console, self.progress.step)
+        with Console(strategy.is_first, self.parts.total_steps, self.progress.step) as self.console:
+            self.recorder = Recorder(self.folder, strategy.is_first, self.console, self.progress.step)
             stop_handler.request = self.strategy.stopping.request
             try:
                 while not self.is_finished():
@@ -84,7 +83,7 @@ class Run:
         self.recorder.end(config, result, self.evaluations, self.parts.images.class_names)
         if strategy.is_first:
             write_result(self.folder, result)
-            show_end(self.folder, result)
+            show_end(config, self.folder, result)
         strategy.barrier()
         strategy.close()
 
@@ -177,7 +176,7 @@ class Run:
         loader = self.parts.evaluation[split]
         found = evaluate(
             self.strategy.for_evaluation(model),
-            loader,
+            self.console.counted(split, loader, len(loader.requests)),
             strategy=self.strategy,
             num_samples=len(loader.reader.split),
             num_classes=self.parts.num_classes,

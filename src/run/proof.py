@@ -71,9 +71,12 @@ def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progre
     steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
     if config.train.max_steps is not None:
         steps = f"{parts.total_steps} (max_steps)"
+    workers = parts.train.num_workers
+    loading = f"{workers} loader process{'es' * (workers > 1)} per rank" if workers else "read without loader processes"
     return {
         "model": f"{config.model.name}, {count_parameters(parts.trainee.model):,} parameters, {config.train.precision}",
-        "data": f"{config.data.name}, {parts.train.requests.shard.num_images:,} training images, {dropped} dropped per epoch",
+        "data": f"{config.data.name}, {parts.train.requests.shard.num_images:,} training images, {dropped} dropped per epoch, "
+        f"{loading}",
         "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
         "batch": f"{batch} global, {per_device} per device"
         + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
@@ -151,7 +154,7 @@ def objective(result: Result, name: str) -> float | None:
     return getattr(result, split).get(metric)  # type: ignore[no-any-return]
 
 
-def show_end(folder: Path, result: Result) -> None:
+def show_end(config: Config, folder: Path, result: Result) -> None:
     """The last lines: where the run is, how good, and how to look at it."""
     found = f"val/acc {result.val['acc']:.4f} (best {result.val['acc_best']:.4f})"
     found += f", test/acc {result.test['acc']:.4f}" if result.test else ""
@@ -159,7 +162,19 @@ def show_end(folder: Path, result: Result) -> None:
     averaged = [f"{split}/acc_ema {n['acc_ema']:.4f}" for split, n in of_split.items() if "acc_ema" in n]
     log.info("run folder   %s", folder)
     log.info("accuracy     %s", ", ".join([found, *averaged]))
+    if config.train.target_loss is not None:
+        log.info("target       %s", _against_target(result.train["loss"], config.train.target_loss))
     log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
+
+
+def _against_target(loss: float | None, target: float) -> str:
+    """Whether the last epoch's mean loss got below `train.target_loss`, and where to look if not."""
+    if loss is not None and loss <= target:
+        return f"reached: train/loss {loss:.4f}, train.target_loss={target:g}; the model can learn these images"
+    found = "no step was taken" if loss is None else f"train/loss {loss:.4f}"
+    return (
+        f"not reached: {found}, train.target_loss={target:g}; look at the labels, the loss, optim.lr, or train longer"
+    )
 
 
 def _skipped(parts: Parts, strategy: Single) -> dict[str, int]:

@@ -54,6 +54,7 @@ def check_values(config: Config) -> None:
     for key, value, entry in leaves(config):
         _check_leaf(key, value, entry.metadata)
     _numbers_or_auto(config)
+    _print_config(config)
     _known_names(config)
     _augment(config)
 
@@ -88,6 +89,11 @@ def _numbers_or_auto(config: Config) -> None:
     ):
         if value != "auto" and (isinstance(value, str) or value < least):
             raise ValueError(f"{key}={value}: give auto or a whole number from {least}")
+
+
+def _print_config(config: Config) -> None:
+    if isinstance(config.print_config, str) and config.print_config != "full":
+        raise ValueError(f"print_config={config.print_config}: give true, false or full")
 
 
 def _known_names(config: Config) -> None:

@@ -90,6 +90,17 @@ def keep_compiled_code_private() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
 
 
+class Stdout(logging.StreamHandler[TextIO]):
+    """stdout as it is at the moment: while a progress bar is shown, rich stands there and prints lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # StreamHandler's would keep today's
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+
 def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     """Every rank logs to its own file; rank 0 alone also has the console.
 
@@ -100,7 +111,7 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
     stream = open(own_log, "a", encoding="utf-8", buffering=1)
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if ranks.is_first:
-        console = logging.StreamHandler(sys.stdout)
+        console = Stdout()
         console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
         console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)

@@ -1,18 +1,22 @@
-"""What a person sees: a banner, a progress bar, a line per epoch. Plain lines when the output is not a terminal."""
+"""What a person sees: a banner, lines, and below them one progress bar. Lines alone when the output is not a terminal."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.tree import Tree
 
 from src.engine.machine.secrets import hide_in
+from src.schema import Config, leaves
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 class Console:
@@ -43,10 +47,35 @@ class Console:
             speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
             self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
+    def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+        """`items` as they are; while they are taken, the bar counts them instead of the steps."""
+        if self._bar is None:
+            yield from items
+            return
+        self._bar.update(self._task, visible=False)
+        task = self._bar.add_task(what, total=total, numbers="")
+        try:
+            for item in items:
+                yield item
+                self._bar.advance(task)
+        finally:
+            self._bar.remove_task(task)
+            self._bar.update(self._task, visible=True)
 
-def print_config(values: dict[str, Any]) -> None:
-    """The resolved config as a tree, without secrets."""
-    tree = Tree("config")
+
+def print_config(config: Config, full: bool) -> None:
+    """The resolved config as a tree, without secrets: where it differs from the schema's defaults, or `full`."""
+    tree = Tree("config" if full else "config, where it differs from the defaults (print_config=full shows all)")
+    values: dict[str, Any] = dataclasses.asdict(config) if full else {}
+    if not full:
+        defaults = {key: value for key, value, _ in leaves(Config())}
+        for key, value, _ in leaves(config):
+            if value != defaults[key]:
+                *groups, name = key.split(".")
+                place = values
+                for group in groups:
+                    place = place.setdefault(group, {})
+                place[name] = value
     _grow(tree, hide_in(values))
     RichConsole(soft_wrap=True, highlight=False).print(tree)
 
