@@ -78,9 +78,7 @@ class DataConfig:
     eval_image_size: int | None = number(None, least=1)  # None: image_size
     mean: list[float] | None = None  # per channel, of images in 0..1; None: the data's own, else the model's
     std: list[float] | None = None
-    crop_pct: float | None = number(
-        None, above=0, most=1
-    )  # share of an evaluation image's side that is seen; None: the model's
+    crop_pct: float | None = number(None, above=0, most=1)  # share of an evaluation image's side; None: the model's
     interpolation: str | None = choice(None, "bilinear", "bicubic")  # of evaluation images; None: the model's
     workers: int | str = "auto"  # loader processes per rank; auto: 0 for data in memory
     on_error: str = choice("raise", "raise", "skip")  # an unreadable image: end the run by its name, or leave it out
@@ -136,9 +134,7 @@ class OptimConfig:
     warmup_lr: float = number(1e-5, least=0)
     min_lr: float = number(0.0, least=0)
     cooldown_epochs: float = number(0.0, least=0)
-    decay_epochs: float | None = number(
-        None, above=0
-    )  # step: epochs between two drops; wsd, rsqrt: of the decay at the end
+    decay_epochs: float | None = number(None, above=0)  # step: between two drops; wsd, rsqrt: of the decay at the end
     decay_milestones: list[float] | None = None  # multistep: the epochs of the drops
     decay_rate: float = number(0.1, above=0)
 
@@ -156,9 +152,7 @@ class TrainConfig:
     smoothing: float = number(0.0, least=0, most=1)
     bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
     log_every: int = number(10, least=1)  # steps between two logged lines
-    on_nonfinite: str = choice(
-        "stop", "stop", "skip"
-    )  # skip: leave such steps out; looks at every step, so it is slower
+    on_nonfinite: str = choice("stop", "stop", "skip")  # skip: leave such steps out; it looks at every step, slower
     max_skipped: int = number(10, least=0)  # more such steps end the run
 
 
