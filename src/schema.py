@@ -63,9 +63,7 @@ class AugmentConfig:
     reprob: float = number(0.0, least=0, most=1)
     mixup: float = number(0.0, least=0)
     cutmix: float = number(0.0, least=0)
-    aug_repeats: int = number(
-        1, least=1
-    )  # copies of an image in a batch, each with its own draws; as many fewer images
+    aug_repeats: int = number(1, least=1)  # copies of an image in a batch, each with its own draws; fewer images
 
 
 @dataclass
@@ -171,6 +169,8 @@ class SweepConfig:
     shuffle: bool | None = None  # order of the jobs; None: shuffled when there are repeats, against drift
     resume: str | None = None  # a sweep folder: run what is missing or failed
     dry_run: bool = False  # print the jobs with their derived values, and leave
+    jobs: int | str = 1  # side by side, each on devices of its own; auto: as many as there are devices for
+    timed: bool = False  # the jobs' speed is what counts, so they run alone
 
 
 @dataclass
@@ -179,7 +179,7 @@ class SearchConfig:
 
     sampler: str | None = choice(None, "tpe", "random", "grid")  # None: no search
     n_trials: int = number(20, least=1)  # in all, resumed or not
-    n_jobs: int = number(1, least=1)  # trials at a time; only 1, see src/engine/sweep/space.py
+    n_jobs: int | str = 1  # trials at a time, on devices of their own; auto: as sweep.jobs
     direction: str | None = choice(None, "maximize", "minimize")  # None: what optimized_metric asks for
     storage: str | None = None  # database URL; None: study.db in the sweep folder (a password belongs in ${oc.env:…})
     study_name: str | None = None  # None: task_name and the sweep folder's name

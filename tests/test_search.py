@@ -16,9 +16,10 @@ from hydra._internal.utils import get_args_parser
 
 from src.engine.config.compose import compose_command
 from src.engine.record.jobs import read_jobs
+from src.engine.record.result import read_result
 from src.engine.sweep.points import expand
-from src.engine.sweep.search import Follower
 from src.engine.sweep.space import check_space, parse_space, read_space
+from src.engine.sweep.study import Follower
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")
@@ -74,7 +75,7 @@ def test_the_command_line_adds_replaces_and_fixes_keys() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("search.n_jobs=2", "search.n_jobs=2"),
+        ("search.n_jobs=0", "search.n_jobs=0"),
         ("search.direction=minimize", "search.direction=minimize"),
         ("optim.lr=interval(-1,1)", "optim.lr"),
         ("train.epochs=interval(1,3)", "int"),
@@ -186,3 +187,28 @@ def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:
     page = (folder / "search.md").read_text()
     assert f"in trial {best.number}" in page
     assert (folder / "search_history.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_side_by_side_killed_and_resumed_every_trial_is_had_once(tmp_path: Path) -> None:
+    folder = tmp_path / "search"
+    words = ("search.n_trials=6", "search.n_jobs=2", "parallel=single", "parallel.threads_per_device=1")
+    command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + 120
+    while not all((folder / job / "metrics.jsonl").exists() for job in "23") and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    asked = {trial.number: trial.params for trial in study(folder).get_trials()}
+    done = search(folder, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs, trials = read_jobs(folder).jobs, study(folder).get_trials()
+    assert [job.id for job in jobs] == [trial.number for trial in trials] == list(range(6))
+    assert all(trials[number].params == params for number, params in asked.items()), "a trial begun keeps its values"
+    assert len({trial.params["optim.lr"] for trial in trials}) == 6
+    assert {job.status for job in jobs} <= {"done", "pruned"}
+    if len(os.sched_getaffinity(0)) > 1:
+        assert any(read_result(folder / job.folder).neighbours for job in jobs)

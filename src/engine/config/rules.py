@@ -86,6 +86,8 @@ def _numbers_or_auto(config: Config) -> None:
         ("parallel.devices", config.parallel.devices, 1),
         ("parallel.threads_per_device", config.parallel.threads_per_device, 1),
         ("data.workers", config.data.workers, 0),
+        ("sweep.jobs", config.sweep.jobs, 1),
+        ("search.n_jobs", config.search.n_jobs, 1),
     ):
         if value != "auto" and (isinstance(value, str) or value < least):
             raise ValueError(f"{key}={value}: give auto or a whole number from {least}")

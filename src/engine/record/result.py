@@ -48,6 +48,7 @@ class Result:
     cpu: dict[str, Any] = field(default_factory=dict)
     data_wait: float | None = None  # share of the timed steps spent waiting for data
     communication: dict[str, Any] = field(default_factory=dict)
+    neighbours: int = 0  # other jobs that ran beside it on this machine; then its speed says little
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
     parameters_hash: str | None = None

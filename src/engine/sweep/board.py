@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from src.engine.config.compose import read_frozen
 from src.engine.record.jobs import Job, Jobs
+from src.engine.sweep.packing import Packing
 from src.engine.sweep.points import Point
 from src.schema import DataConfig, global_batch, learning_rate
 
-SHOWN = 20  # rows; long sweeps show what is around the running job
+SHOWN = 20  # rows; long sweeps show what is around the running jobs
+UPDATE_SECONDS = 0.25
 
 
 class Board:
     """The jobs of a sweep while they run."""
 
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
+    def __init__(self, jobs: Jobs, packing: Packing) -> None:
+        self._jobs, self._packing = jobs, packing
         self._console = Console(soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._updated = 0.0
+        self._began = time.monotonic()
+        self._done = 0  # jobs, since this start
+        self._progress: dict[int, Progress] = {}
 
     def __enter__(self) -> Board:
         self._console.print(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}", highlight=False)
@@ -34,35 +46,90 @@ class Board:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self.update()
+            self.update(now=True)
             self._live.stop()
 
-    def update(self) -> None:
-        if self._live is not None:
+    def update(self, now: bool = False) -> None:
+        """Called all the time; draws a few times a second, or `now`."""
+        if self._live is not None and (now or time.monotonic() - self._updated > UPDATE_SECONDS):
+            self._updated = time.monotonic()
             self._live.update(self._table(), refresh=True)
 
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False)
+
     def ended(self, job: Job) -> None:
+        self._done += 1
         if self._live is None:
-            left = self._jobs.seconds_left()
+            left = self.seconds_left()
             more = f", about {left:.0f} s left" if left else ""
             reason = f": {job.reason}" if job.reason else ""
-            self._console.print(
-                f"{job.status} in {job.seconds or 0:.1f} s: {job.name}{reason}{more}", highlight=False, markup=False
-            )
-        self.update()
+            self.say(f"{job.status} in {job.seconds or 0:.1f} s: {job.name}{reason}{more}")
+        self.update(now=True)
+
+    def seconds_left(self) -> float | None:
+        """By the rate since this start, whole jobs and the shares of those under way; None before anything is done."""
+        running = [job for job in self._jobs.jobs if job.status == "running"]
+        shares = sum(self._share(job) for job in running)
+        done, left = (
+            self._done + shares,
+            sum(job.status == "waiting" for job in self._jobs.jobs) + len(running) - shares,
+        )
+        return (time.monotonic() - self._began) * left / done if done > 0 and left > 0 else None
+
+    def _share(self, job: Job) -> float:
+        """How much of its training a running job has done, in 0..1."""
+        if job.id not in self._progress:
+            self._progress[job.id] = Progress(self._jobs.folder / job.folder)
+        return self._progress[job.id].share()
 
     def _table(self) -> Table:
         counts = ", ".join(f"{count} {status}" for status, count in self._jobs.counts().items())
-        left = self._jobs.seconds_left()
-        table = Table(title=counts + (f"; about {left:.0f} s left" if left else ""), title_justify="left")
+        left = self.seconds_left()
+        title = counts + (f"; about {left:.0f} s left" if left else "")
+        if self._packing.most != 1:
+            title += f"; free: {self._packing.describe_free()}"
+        table = Table(title=title, title_justify="left")
         for column in ("job", "what", "status", "s"):
             table.add_column(column, justify="right" if column in ("job", "s") else "left")
-        running = next((job.id for job in self._jobs.jobs if job.status == "running"), len(self._jobs.jobs) - 1)
-        first = max(0, min(running - SHOWN // 2, len(self._jobs.jobs) - SHOWN))
-        for job in self._jobs.jobs[first : first + SHOWN]:
+        for job in self._shown():
             seconds = f"{job.seconds:.1f}" if job.seconds is not None else ""
-            table.add_row(str(job.id), job.name, job.status, seconds)
+            status = f"running {self._share(job):4.0%}" if job.status == "running" else job.status
+            table.add_row(str(job.id), job.name, status, seconds)
         return table
+
+    def _shown(self) -> list[Job]:
+        """All running jobs, and as many of those before and after the first of them as there is room for."""
+        jobs = self._jobs.jobs
+        running = [place for place, job in enumerate(jobs) if job.status == "running"]
+        middle = running[0] if running else len(jobs) - 1
+        first = max(0, min(middle - SHOWN // 2, len(jobs) - SHOWN))
+        places = sorted({*range(first, min(len(jobs), first + SHOWN)), *running})
+        return [jobs[place] for place in places]
+
+
+class Progress:
+    """How far a job is, by its config and the newest line of its metrics.jsonl."""
+
+    def __init__(self, folder: Path) -> None:
+        train = read_frozen(folder).train
+        self._path, self._epochs, self._steps = folder / "metrics.jsonl", train.epochs, train.max_steps
+
+    def share(self) -> float:
+        line = last_line(self._path)
+        by_epochs = line.get("epoch", 0) / self._epochs
+        return min(1.0, max(by_epochs, line.get("step", 0) / self._steps) if self._steps else by_epochs)
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The newest whole line of a metrics.jsonl, without reading what is before it; empty before there is one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            lines = file.read().split(b"\n")[:-1]
+            return dict(json.loads(lines[-1]))
+    except (OSError, IndexError, ValueError):
+        return {}
 
 
 def show_points(points: list[Point], training_size: Callable[[DataConfig], int | None]) -> None:

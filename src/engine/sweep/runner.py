@@ -1,32 +1,43 @@
-"""Runs the jobs of a sweep one by one, each in processes of its own."""
+"""Runs jobs, one at a time or side by side, each in processes of its own on devices of its own."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Protocol
 
-from src.engine.config.compose import freeze
-from src.engine.launch.job import job_command
-from src.engine.launch.supervisor import with_project_on_path
+from src.engine.config.compose import freeze, read_frozen
+from src.engine.machine import memory
 from src.engine.machine.files import claim_folder
 from src.engine.machine.lock import own
-from src.engine.machine.process import die_with_parent
 from src.engine.machine.signals import STOP_SIGNALS
-from src.engine.record.jobs import Job, Jobs, config_hash, now
-from src.engine.record.result import read_result, write_result
+from src.engine.record.jobs import Job, Jobs, config_hash
+from src.engine.record.result import Result
 from src.engine.sweep.board import Board
+from src.engine.sweep.child import Child, Watch
+from src.engine.sweep.devices import devices_here, least_bytes, need_of, share_of, why_alone
+from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.points import Point, save_hydra_files
 
-Watch = Callable[[], str]  # why the job under way should be pruned; empty: it should not
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
 
 
-POLL_SECONDS = 0.1
+class Queue(Protocol):
+    """Where jobs come from: a sweep has them all, a search asks for the next trial."""
+
+    def waiting(self) -> Sequence[Job]:
+        """Frozen jobs that may start now. Asked again when one has started or ended; empty and nothing under way: done."""
+
+    def watch(self, job: Job) -> Watch | None:
+        """What says that a running job should be pruned, if anything."""
+
+    def ended(self, job: Job) -> None:
+        """A job of this queue has ended, and says how; it is recorded afterwards."""
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
@@ -42,13 +53,20 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
 
 
 class Runner:
-    """Runs jobs one at a time, each in processes of its own. A stop signal ends the job under way and is remembered."""
+    """Runs the jobs of a queue. A stop signal ends the jobs under way and is remembered."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
+        """`most`: jobs at a time; None: as many as there are devices for."""
         self.jobs = jobs
         self.stopped_by: int | None = None
-        self._board = Board(jobs)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._packing = Packing(devices_here(), most)
+        self._children: dict[int, Child] = {}
+        self._board = Board(jobs, self._packing)
+        self._needs: dict[int, tuple[Need, int]] = {}  # of a job, and the least memory that it takes
+        self._largest = 0  # bytes that any job has held
+        self._alone: set[int] = set()  # jobs that had too little memory beside others
+        self._looked = time.monotonic()
+        self._may_start = True  # something has changed since the last try
 
     def __enter__(self) -> Runner:
         self._owned = own(self.jobs.folder)
@@ -60,59 +78,104 @@ class Runner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for child in self._children.values():  # only where an exception has come out of `run`
+            child.end()
         self._board.__exit__(kind, error, trace)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._owned.__exit__(kind, error, trace)
 
-    def run(self, job: Job, watch: Watch | None = None) -> None:
-        """Run a frozen job to its end. `watch` is asked all the time; once it gives a reason, the job is pruned."""
-        folder = self.jobs.folder / job.folder
-        job.status, job.started, began = "running", now(), time.monotonic()
-        self.jobs.write()
-        self._board.update()
-        exit_code, pruned = self._wait(folder, watch)
-        job.status, job.reason = _outcome(folder, exit_code, pruned, self.stopped_by)
-        job.ended, job.seconds = now(), time.monotonic() - began
+    def run(self, queue: Queue) -> None:
+        """Until the queue has no more jobs, or a signal has ended those under way."""
+        self._say_if_alone(queue)
+        while True:
+            while self.stopped_by is None and self._may_start:
+                self._may_start = self._start_next(queue)
+            if not self._children:
+                return
+            time.sleep(POLL_SECONDS)
+            self._board.update()
+            self._look_at_memory()
+            for child in [child for child in self._children.values() if child.has_ended()]:
+                self._end(child, queue)
+                self._may_start = True
 
     def record(self, job: Job) -> None:
         """Put down how a job ended, in jobs.json and on the screen."""
         self.jobs.write()
         self._board.ended(job)
 
-    def _wait(self, folder: Path, watch: Watch | None) -> tuple[int, str]:
-        """The exit code of the job's process, and why `watch` had it pruned (empty: it had not)."""
-        (folder / "logs").mkdir(exist_ok=True)
-        pruned = ""
-        with open(folder / "logs" / "console.log", "ab") as console:
-            self._child = child = subprocess.Popen(
-                job_command(folder),
-                env=with_project_on_path(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and we pass it on once
-                preexec_fn=die_with_parent,  # not from the job's own code: a kill -9 of ours may come before that runs
-            )
+    def _start_next(self, queue: Queue) -> bool:
+        if self._packing.is_full:
+            return False
+        again = [job for job in self.jobs.jobs if job.id in self._alone and job.status == "waiting"]
+        waiting = {job.id: job for job in [*again, *queue.waiting()]}
+        chosen = self._packing.start_next([(id, self._need(job)) for id, job in waiting.items()], self._has_memory)
+        if chosen is None:
+            return False
+        job, names = waiting[chosen[0]], chosen[1]
+        # One at a time, a job has the machine as this process was given it.
+        variables, prepare = share_of(self._need(job), names if self._packing.most != 1 else [])
+        child = self._children[job.id] = Child(job, self.jobs.folder / job.folder, queue.watch(job))
+        child.start(variables, prepare)
         if self.stopped_by is not None:  # while the process was being started
-            child.send_signal(self.stopped_by)
-        try:
-            while child.poll() is None:
-                time.sleep(POLL_SECONDS)
-                self._board.update()
-                if watch is not None and not pruned and (pruned := watch()):
-                    child.send_signal(signal.SIGTERM)
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                child.wait()
-            self._child = None
-        return child.returncode, pruned
+            child.send(self.stopped_by)
+        for one in self._children.values():
+            one.neighbours = max(one.neighbours, len(self._children) - 1)
+        self.jobs.write()
+        self._board.update(now=True)
+        return True
+
+    def _end(self, child: Child, queue: Queue) -> None:
+        job = child.job
+        result = child.conclude(self.stopped_by)
+        del self._children[job.id]
+        self._packing.release(job.id)
+        self._largest = max(self._largest, child.peak_bytes)
+        if self.stopped_by is None and child.neighbours and job.id not in self._alone and wants_memory(job, result):
+            self._alone.add(job.id)
+            job.status = "waiting"
+            self._board.say(f"out of memory beside {child.neighbours} other(s), so once more alone: {job.name}")
+            self.jobs.write()
+        else:
+            queue.ended(job)
+            self.record(job)
+
+    def _say_if_alone(self, queue: Queue) -> None:
+        """To people who asked for jobs side by side, where each takes so much that there will be none."""
+        needs = {self._need(job) for job in queue.waiting()} if self._packing.most != 1 else set()
+        if needs and all(self._packing.beside(need) == 1 for need in needs):
+            self._board.say(why_alone(self._packing, max(needs, key=lambda need: need.count)))
+
+    def _need(self, job: Job) -> Need:
+        if job.id not in self._needs:
+            config = read_frozen(self.jobs.folder / job.folder)
+            self._needs[job.id] = need_of(config), least_bytes(config)
+        need = self._needs[job.id][0]
+        return Need(need.kind, need.count, True) if job.id in self._alone else need
+
+    def _has_memory(self, job: int) -> bool:
+        """Whether one more fits beside those under way, once they have grown to what any job of this sweep has held."""
+        expected = max(self._largest, self._needs[job][1])
+        held = [child.held_bytes() for child in self._children.values()]
+        self._largest = max(self._largest, *held)
+        return memory.available() >= expected + sum(max(0, expected - bytes) for bytes in held)
+
+    def _look_at_memory(self) -> None:
+        if self._packing.most != 1 and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked, self._may_start = time.monotonic(), True
+            self._largest = max([self._largest, *(child.held_bytes() for child in self._children.values())])
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or number
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
+        for child in self._children.values():
+            child.send(number)
+
+
+def wants_memory(job: Job, result: Result | None) -> bool:
+    """Whether the job ended because the machine's memory was short; a GPU is a job's own, so there it would end so again."""
+    on_device = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
+    return job.status == "out_of_memory" and not on_device
 
 
 def say_stopped(number: int, folder: Path) -> int:
@@ -120,21 +183,3 @@ def say_stopped(number: int, folder: Path) -> int:
     name = signal.Signals(number).name
     print(f"Stopped by {name}. Go on with: python train.py -m sweep.resume={folder}", file=sys.stderr)
     return 128 + number
-
-
-def _outcome(folder: Path, exit_code: int, pruned: str, stopped_by: int | None) -> tuple[str, str]:
-    """What the job says of itself, else what its exit code says. A job that ended by being pruned says so from here on."""
-    try:
-        result = read_result(folder)
-    except ValueError as error:
-        if pruned:
-            return "pruned", pruned
-        if stopped_by is not None:
-            return "interrupted", f"stopped by {signal.Signals(stopped_by).name} before it had begun"
-        return "failed", f"exit code {exit_code}, and {error}"
-    if exit_code != 0 and result.status == "done":
-        return "failed", f"exit code {exit_code} after its result was written"
-    if pruned and result.status == "interrupted":
-        result.status, result.reason = "pruned", pruned
-        write_result(folder, result)
-    return result.status, result.reason

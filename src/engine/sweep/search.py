@@ -8,29 +8,34 @@ half-done trial from its checkpoint. `optuna-dashboard sqlite:///<folder>/study.
 
 from __future__ import annotations
 
-import itertools
 import math
 import shlex
 import shutil
 import sys
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from src.engine.config.compose import Command
+from src.engine.config.resolve import resolve
 from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
-from src.engine.record.jobs import FAILED, Job, Jobs, new_jobs, read_jobs
-from src.engine.record.result import read_metrics, read_result
+from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
+from src.engine.record.result import read_result
+from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, given
 from src.engine.sweep.runner import Runner, freeze_job, say_stopped
 from src.engine.sweep.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
-from src.schema import Config
+from src.engine.sweep.study import Follower, ask, open_study
 
 if TYPE_CHECKING:  # its import takes a while, and only a search needs it
     import optuna
 
-MAY_CHANGE = ("sweep.resume", "search", "search.n_trials")  # on the command line of a search that goes on
+MAY_CHANGE = (
+    "sweep.resume",
+    "search",
+    "search.n_trials",
+    "search.n_jobs",
+)  # on the command line of a search that goes on
 
 
 def start_search(command: Command, base: Point) -> int:
@@ -38,6 +43,7 @@ def start_search(command: Command, base: Point) -> int:
     config, settings = command.config, command.config.search
     space = read_space(command)
     check_space(config, base.tree, space)
+    most = jobs_at_a_time("search.n_jobs", settings.n_jobs, [] if base.reason else [base.config], command.config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
         folder,
@@ -52,7 +58,7 @@ def start_search(command: Command, base: Point) -> int:
     except ValueError:
         shutil.rmtree(folder)
         raise
-    return Search(new_jobs(folder), study, settings.n_trials).run()
+    return Search(new_jobs(folder), study, settings.n_trials, most).run()
 
 
 def resume_search(folder: Path, command: Command) -> int:
@@ -63,75 +69,72 @@ def resume_search(folder: Path, command: Command) -> int:
         raise ValueError(
             f"{changed[0]}: a search that goes on keeps its settings (sweep.resume={folder}); leave it out"
         )
-    n_trials = command.config.search.n_trials if "search.n_trials" in keys else config.search.n_trials
+    now = command.config.search
+    n_trials = now.n_trials if "search.n_trials" in keys else config.search.n_trials
+    n_jobs = now.n_jobs if "search.n_jobs" in keys else config.search.n_jobs
+    most = jobs_at_a_time("search.n_jobs", n_jobs, [resolve(config)] if n_jobs != 1 else [], config)
     jobs = read_jobs(folder)
     jobs.status = "running"
-    return Search(jobs, open_study(folder, config, is_new=False), n_trials).run()
-
-
-def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
-    """Errors: ValueError when the storage cannot be opened, or has no (or, for a new search, already such a) study."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    settings = config.search
-    name, url = settings.study_name, settings.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
-    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-    if settings.pruner == "median":
-        pruner = optuna.pruners.MedianPruner(settings.n_startup_trials, settings.n_warmup_steps)
-    try:
-        if not is_new:
-            return optuna.load_study(study_name=name, storage=url, pruner=pruner)
-        direction = optuna.study.StudyDirection[str(settings.direction).upper()]
-        return optuna.create_study(study_name=name, storage=url, pruner=pruner, direction=direction)
-    except optuna.exceptions.DuplicatedStudyError:
-        raise ValueError(
-            f"search.study_name={name}: the storage has such a study already; choose another name, or go on with "
-            "sweep.resume=<its sweep folder>"
-        ) from None
-    except KeyError:
-        raise ValueError(f"{folder}: the storage has no study named {name}; start the search anew") from None
-    except Exception as error:  # of the database's driver, whichever it is; the URL may hold a password
-        raise ValueError(f"search.storage: cannot be opened ({type(error).__name__}); give sqlite:///<file>") from error
+    return Search(jobs, open_study(folder, config, is_new=False), n_trials, most).run()
 
 
 class Search:
-    """Asks for a trial, runs it as a job, tells how it ended. Trial number and job id are the same."""
+    """A queue of trials: asks for one when there is room for it, tells how it ended. Trial number and job id are the same."""
 
-    def __init__(self, jobs: Jobs, study: optuna.Study, n_trials: int) -> None:
-        self.jobs, self.study = jobs, study
+    def __init__(self, jobs: Jobs, study: optuna.Study, n_trials: int, most: int | None = 1) -> None:
+        """`most`: trials at a time; None: as many as there are devices for."""
+        self.jobs, self.study, self.most = jobs, study, most
         self.config, self.base, self.space = read_search(jobs.folder)
         self.n_trials = n_trials
         self.failed = 0  # since this start
         for number in range(len(jobs.jobs), n_trials):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
+        self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
+        for job in self._to_come:
+            job.status = "waiting"
+        self._next: Job | None = None  # asked for, and not started yet
+        self._trials: dict[int, optuna.Trial] = {}  # asked for, and not told yet
 
     def run(self) -> int:
-        with Runner(self.jobs) as runner:
-            for job in list(self.jobs.jobs):
-                if job.status not in ("waiting", "running", "interrupted"):
-                    continue
-                trial = self._trial(job.id)
-                if trial is None:  # every point of the grid has been tried
-                    self.jobs.jobs = self.jobs.jobs[: job.id]
-                    break
-                self._run_trial(job, trial, runner)
-                if runner.stopped_by is not None or self._has_failed_too_often():
-                    break
-        ended = all(job.status not in ("waiting", "interrupted") for job in self.jobs.jobs)
+        with Runner(self.jobs, self.most) as self._runner:
+            self._runner.run(self)
+        stopped_by = self._runner.stopped_by
+        ended = all(job.status not in UNFINISHED for job in self.jobs.jobs)
         self.jobs.status = "done" if ended else "interrupted"
         self.jobs.write()
-        return self._close(runner.stopped_by)
+        return self._close(stopped_by)
 
-    def _run_trial(self, job: Job, trial: optuna.Trial, runner: Runner) -> None:
-        result_folder = self.jobs.folder / job.folder
-        if not (job.overrides and (result_folder / "config.yaml").exists()):  # else a stopped search left it half-done
-            self._freeze(job, trial)
-            result_folder = self.jobs.folder / job.folder
-        if job.status != "skipped":
-            runner.run(job, Follower(trial, result_folder / "metrics.jsonl", self.config.optimized_metric))
-        self._tell(job, trial)
-        runner.record(job)
+    def waiting(self) -> list[Job]:
+        """The next trial, once: asked for only when another may start, so that it knows how the earlier ones ended."""
+        if self._next is None and not self._has_failed_too_often():
+            self._next = self._ask()
+        return [] if self._next is None else [self._next]
+
+    def watch(self, job: Job) -> Follower:
+        self._next = None
+        path = self.jobs.folder / job.folder / "metrics.jsonl"
+        return Follower(self._trials[job.id], path, self.config.optimized_metric)
+
+    def ended(self, job: Job) -> None:
+        self._tell(job, self._trials.pop(job.id))
+
+    def _ask(self) -> Job | None:
+        """The next trial that can run here, frozen; None: there are no more."""
+        while self._to_come:
+            job = self._to_come.pop(0)
+            trial = ask(self.study, self.config.search, self.space, job.id, self.most)
+            if trial is None:  # every point of the grid has been tried
+                self._to_come.clear()
+                self.jobs.jobs = self.jobs.jobs[: job.id]
+                return None
+            self._trials[job.id] = trial
+            if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):  # else half-done
+                self._freeze(job, trial)
+            if job.status != "skipped":
+                return job
+            self.ended(job)
+            self._runner.record(job)
+        return None
 
     def _freeze(self, job: Job, trial: optuna.Trial) -> None:
         values = {dimension: trial.params[dimension.name] for dimension in self.space}
@@ -162,54 +165,17 @@ class Search:
         self.failed += job.status in FAILED
 
     def _has_failed_too_often(self) -> bool:
+        """Whether there have been so many that no more are to be tried; says so once."""
         limit = self.config.search.max_failure_rate
         if self.failed <= limit * self.n_trials:
             return False
-        print(
-            f"{self.failed} of {self.n_trials} trials have failed, more than search.max_failure_rate={limit:g} allows",
-            file=sys.stderr,
-        )
+        if self._to_come:
+            print(
+                f"{self.failed} of {self.n_trials} trials have failed, more than search.max_failure_rate={limit:g} allows",
+                file=sys.stderr,
+            )
+        self._to_come.clear()
         return True
-
-    def _trial(self, number: int) -> optuna.Trial | None:
-        """The trial of this number: begun before the search was stopped, or asked for now. None: the grid is exhausted.
-
-        A trial's draws are a function of the seed and its number, so a resumed search does not repeat its first ones.
-        """
-        from optuna import samplers
-        from optuna.trial import Trial
-
-        begun = [trial for trial in self.study.get_trials(deepcopy=False) if trial.number == number]
-        if begun and not begun[0].state.is_finished() and len(begun[0].params) == len(self.space):
-            return Trial(self.study, begun[0]._trial_id)
-        settings = self.config.search
-        assert settings.seed is not None
-        seed = (settings.seed + number) % 2**32
-        sampler: samplers.BaseSampler = samplers.RandomSampler(seed)
-        if settings.sampler == "tpe":
-            sampler = samplers.TPESampler(seed=seed)
-        elif settings.sampler == "grid":  # Optuna's own ends the study by an exception outside of study.optimize
-            point = self._next_of_grid()
-            if point is None:
-                return None
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # experimental, since version 2.4
-                sampler = samplers.PartialFixedSampler(point, sampler)
-        self.study.sampler = sampler
-        trial = self.study.ask({dimension.name: dimension.distribution() for dimension in self.space})
-        if trial.number != number:
-            raise ValueError(f"{self.jobs.folder}: its study has trials of another search; start a new search")
-        return trial
-
-    def _next_of_grid(self) -> dict[str, Any] | None:
-        """The first point, in the order of a sweep, that no trial has tried yet."""
-        tried = [trial.params for trial in self.study.get_trials(deepcopy=False)]
-        names = [dimension.name for dimension in self.space]
-        for values in itertools.product(*(dimension.values() for dimension in self.space)):
-            point = dict(zip(names, values, strict=True))
-            if point not in tried:
-                return point
-        return None
 
     def _close(self, stopped_by: int | None) -> int:
         """Page, last lines, exit code: 0 when any trial has a value."""
@@ -225,31 +191,3 @@ class Search:
         if stopped_by is not None:
             return say_stopped(stopped_by, self.jobs.folder)
         return 0 if best is not None and self.jobs.status == "done" else 1
-
-
-class Follower:
-    """Hands what a running trial logs to the study, and says when it should be pruned."""
-
-    def __init__(self, trial: optuna.Trial, path: Path, metric: str) -> None:
-        self.trial, self.path, self.metric = trial, path, metric
-        self._size = -1  # of the file when it was last read
-        self._reported = 0
-
-    def __call__(self) -> str:
-        """Why the trial should stop now; empty: it should not.
-
-        The n-th value is compared with the n-th of other trials, whose steps may be others (another batch size).
-        """
-        size = self.path.stat().st_size if self.path.exists() else -1
-        if size == self._size:
-            return ""
-        self._size = size
-        values = [line[self.metric] for line in read_metrics(self.path) if line.get(self.metric) is not None]
-        for number, value in enumerate(values[self._reported :], start=self._reported + 1):
-            self._reported = number
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a trial that goes on from its checkpoint has reported its first ones
-                self.trial.report(value, step=number)
-            if self.trial.should_prune():
-                return f"{self.metric} {value:.4f} is worse than the median of the trials before, after {number} evaluations"
-        return ""

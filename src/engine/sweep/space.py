@@ -149,8 +149,6 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> Non
     Errors: ValueError, one line with key, value and remedy.
     """
     settings, metric = config.search, config.optimized_metric
-    if settings.n_jobs != 1:
-        raise ValueError(f"search.n_jobs={settings.n_jobs}: only 1; trials take turns, each may use all devices")
     if settings.direction is not None and settings.direction != natural_direction(metric):
         raise ValueError(f"search.direction={settings.direction}: {metric} is one to {natural_direction(metric)}")
     if settings.pruner != "none" and not metric.startswith("val/"):

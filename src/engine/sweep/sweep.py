@@ -1,4 +1,4 @@
-"""A sweep: every point frozen first, then run one by one, each in processes of its own, with the report at the end."""
+"""A sweep: every point frozen first, then run in processes of its own, one at a time or side by side; then the report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from src.engine.config.compose import Command, read_frozen
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from src.engine.sweep.board import show_points
-from src.engine.sweep.points import Point, expand
+from src.engine.sweep.devices import jobs_at_a_time
+from src.engine.sweep.points import Point, expand, given
 from src.engine.sweep.runner import Runner, freeze_job, say_stopped
 from src.engine.sweep.space import FROZEN
 from src.schema import DataConfig, SweepConfig
@@ -36,12 +38,16 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
         return 0
     if earlier is not None:
         jobs = reopen(earlier)
+        most = jobs_of_resumed(jobs, command)
     else:
         if all(point.reason for point in points):
             raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
+        most = jobs_at_a_time(
+            "sweep.jobs", settings.jobs, [point.config for point in points if not point.reason], command.config
+        )
         folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
         jobs = freeze_jobs(folder, points, settings, command.config.seed)
-    return Sweep(jobs).run()
+    return Sweep(jobs, most).run()
 
 
 def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, seed: int) -> Jobs:
@@ -74,18 +80,34 @@ def reopen(folder: Path) -> Jobs:
     return jobs
 
 
-class Sweep:
-    """Runs the waiting jobs of a sweep in order. A job that fails is a row; a signal ends the job and the sweep."""
+def jobs_of_resumed(jobs: Jobs, command: Command) -> int | None:
+    """`sweep.jobs` as the command line says now, else as the sweep was started with."""
+    waiting = [job for job in jobs.jobs if job.status == "waiting"]
+    configs = [read_frozen(jobs.folder / job.folder) for job in waiting[:1]]
+    said_now = any(word.startswith("sweep.jobs=") for word in given(command.tree))
+    asked = command.config.sweep.jobs if said_now or not configs else configs[0].sweep.jobs
+    return jobs_at_a_time("sweep.jobs", asked, configs, configs[0] if configs else command.config)
 
-    def __init__(self, jobs: Jobs) -> None:
-        self.jobs = jobs
+
+class Sweep:
+    """Runs the waiting jobs of a sweep. A job that fails is a row; a signal ends the jobs under way and the sweep."""
+
+    def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
+        """`most`: jobs at a time; None: as many as there are devices for."""
+        self.jobs, self.most = jobs, most
+
+    def waiting(self) -> list[Job]:
+        return [job for job in self.jobs.jobs if job.status == "waiting"]
+
+    def watch(self, job: Job) -> None:
+        """Nothing prunes a job of a sweep."""
+
+    def ended(self, job: Job) -> None:
+        """It is a row, however it ended."""
 
     def run(self) -> int:
-        with Runner(self.jobs) as runner:
-            for job in self.jobs.jobs:
-                if job.status == "waiting" and runner.stopped_by is None:
-                    runner.run(job)
-                    runner.record(job)
+        with Runner(self.jobs, self.most) as runner:
+            runner.run(self)
         self.jobs.status = "done" if runner.stopped_by is None else "interrupted"
         self.jobs.write()
         return self._close(runner.stopped_by)

@@ -1,0 +1,94 @@
+"""What of this machine is handed to jobs that run side by side, and how a job is kept to its share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from src.engine.machine import hardware, memory
+from src.engine.machine.process import die_with_parent
+from src.engine.sweep.packing import Need, Packing
+from src.schema import Config
+
+LEAST_BYTES = 256 * 2**20  # of a process that has imported torch and timm and holds a tiny model
+
+
+def devices_here() -> dict[str, list[str]]:
+    """Names by kind: cores by number, CUDA devices as CUDA_VISIBLE_DEVICES takes them, Apple's GPU."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(hardware.cores())
+    return {"cpu": [str(core) for core in cores], "cuda": _cuda_names(), "mps": ["mps"]}
+
+
+def _cuda_names() -> list[str]:
+    """UUIDs, which mean the same in every process; slices (MIG) as they were given, because a UUID is the whole device's."""
+    visible = hardware.visible_cuda_devices()
+    given = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [
+        given[place] if place < len(given) and given[place].startswith("MIG-") else device.uuid
+        for place, device in enumerate(visible)
+    ]
+
+
+def need_of(config: Config) -> Need:
+    """Of a resolved config. A job that numbers its devices itself has them all, and so runs alone."""
+    parallel = config.parallel
+    alone = parallel.device_ids is not None or parallel.output_device is not None
+    threads = int(parallel.threads_per_device) if parallel.accelerator == "cpu" else 1
+    return Need(parallel.accelerator, int(parallel.devices) * threads, alone)
+
+
+def least_bytes(config: Config) -> int:
+    """Memory of the host that a job surely needs: what torch takes, in each of its processes."""
+    return LEAST_BYTES * (int(config.parallel.devices) if config.parallel.strategy == "ddp" else 1)
+
+
+def share_of(need: Need, names: Sequence[str]) -> tuple[dict[str, str], Callable[[], None]]:
+    """(variables for the job's environment, what its process does before it becomes the job).
+
+    On CPU an affinity mask, which ranks, loader workers and thread pools inherit; macOS has none.
+    """
+    cores = {int(name) for name in names} if need.kind == "cpu" else set()
+
+    def prepare() -> None:
+        die_with_parent()  # not from the job's own code: a kill -9 of ours may come before that runs
+        if cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+
+    return ({"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" else {}), prepare
+
+
+def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jobs: Config) -> int | None:
+    """`sweep.jobs` or `search.n_jobs` as a number; None for auto: as many as there are devices for.
+
+    `key` names it in refusals; `configs` are those of the jobs, resolved, as far as they are known; `all_jobs` holds
+    what the sweep or search says of all of them. Errors: ValueError, one line, where jobs are
+    timed, or where memory holds fewer than were asked for.
+    """
+    if asked == 1:
+        return 1
+    if all_jobs.sweep.timed:
+        raise ValueError(
+            f"{key}={asked}: this experiment times its jobs (sweep.timed=true), which slow each other down; leave {key} at 1"
+        )
+    if key.startswith("search") and all_jobs.optimized_metric == "images_per_sec":
+        raise ValueError(
+            f"{key}={asked}: optimized_metric=images_per_sec is a speed, so its trials run alone; leave it at 1"
+        )
+    if asked == "auto":
+        return None
+    number, free = int(asked), memory.available()
+    least = min((least_bytes(config) for config in configs), default=LEAST_BYTES)
+    if number * least > free and number > max(1, free // least):
+        raise ValueError(
+            f"{key}={asked}: {free / 2**30:.1f} GiB of memory are free, and a job takes {least / 2**30:.2f} GiB or more; "
+            f"{max(1, free // least)} fit"
+        )
+    return number
+
+
+def why_alone(packing: Packing, need: Need) -> str:
+    """What keeps jobs of this need from running side by side, for people who asked for it."""
+    took = f"a job takes {min(need.count, packing.total[need.kind])} of {packing.total[need.kind]}"
+    if need.kind == "cpu":
+        return f"{took} cores, so they run one at a time; parallel.threads_per_device=1 lets more run"
+    return f"{took} {need.kind} devices, so they run one at a time"

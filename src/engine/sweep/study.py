@@ -1,0 +1,127 @@
+"""Optuna's side of a search: the study in its database, the next trial of it, and what a running trial reports to it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.engine.record.result import read_metrics
+from src.engine.sweep.space import Dimension
+from src.schema import Config, SearchConfig
+
+if TYPE_CHECKING:  # its import takes a while, and only a search needs it
+    import optuna
+
+
+def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
+    """Errors: ValueError when the storage cannot be opened, or has no (or, for a new search, already such a) study."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    settings = config.search
+    name, url = settings.study_name, settings.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if settings.pruner == "median":
+        pruner = optuna.pruners.MedianPruner(settings.n_startup_trials, settings.n_warmup_steps)
+    try:
+        if not is_new:
+            return optuna.load_study(study_name=name, storage=url, pruner=pruner)
+        direction = optuna.study.StudyDirection[str(settings.direction).upper()]
+        return optuna.create_study(study_name=name, storage=url, pruner=pruner, direction=direction)
+    except optuna.exceptions.DuplicatedStudyError:
+        raise ValueError(
+            f"search.study_name={name}: the storage has such a study already; choose another name, or go on with "
+            "sweep.resume=<its sweep folder>"
+        ) from None
+    except KeyError:
+        raise ValueError(f"{folder}: the storage has no study named {name}; start the search anew") from None
+    except Exception as error:  # of the database's driver, whichever it is; the URL may hold a password
+        raise ValueError(f"search.storage: cannot be opened ({type(error).__name__}); give sqlite:///<file>") from error
+
+
+def ask(
+    study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
+) -> optuna.Trial | None:
+    """The trial of this number: begun before the search was stopped, or asked for now. None: the grid is exhausted.
+
+    A trial's draws are a function of the seed and its number, so a resumed search does not repeat its first ones.
+    `most`: trials at a time, None for several.
+    """
+    from optuna.trial import Trial
+
+    begun = [trial for trial in study.get_trials(deepcopy=False) if trial.number == number]
+    goes_on = bool(begun) and not begun[0].state.is_finished()
+    if goes_on and len(begun[0].params) == len(space):
+        return Trial(study, begun[0]._trial_id)
+    sampler = _sampler(study, settings, space, number, most)
+    if sampler is None:
+        return None
+    study.sampler = sampler
+    trial = Trial(study, begun[0]._trial_id) if goes_on else study.ask()  # killed while it was being asked for
+    if trial.number != number:
+        raise ValueError(
+            f"search.study_name={study.study_name}: the study has trials of another search; start a new one"
+        )
+    for dimension in space:
+        trial._suggest(dimension.name, dimension.distribution())
+    return trial
+
+
+def _sampler(
+    study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
+) -> optuna.samplers.BaseSampler | None:
+    from optuna import samplers
+
+    assert settings.seed is not None
+    seed = (settings.seed + number) % 2**32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experimental: constant_liar since version 2.8, PartialFixedSampler since 2.4
+        if settings.sampler == "tpe":
+            # Those under way count as bad, or trials side by side would try nearly the same.
+            return samplers.TPESampler(seed=seed, constant_liar=most != 1)
+        if settings.sampler == "random":
+            return samplers.RandomSampler(seed)
+        # Optuna's own sampler of grids ends the study by an exception outside of study.optimize.
+        point = _next_of_grid(study, space)
+        return None if point is None else samplers.PartialFixedSampler(point, samplers.RandomSampler(seed))
+
+
+def _next_of_grid(study: optuna.Study, space: list[Dimension]) -> dict[str, Any] | None:
+    """The first point, in the order of a sweep, that no trial has tried yet."""
+    tried = [trial.params for trial in study.get_trials(deepcopy=False)]
+    names = [dimension.name for dimension in space]
+    for values in itertools.product(*(dimension.values() for dimension in space)):
+        point = dict(zip(names, values, strict=True))
+        if point not in tried:
+            return point
+    return None
+
+
+class Follower:
+    """Hands what a running trial logs to the study, and says when it should be pruned."""
+
+    def __init__(self, trial: optuna.Trial, path: Path, metric: str) -> None:
+        self.trial, self.path, self.metric = trial, path, metric
+        self._size = -1  # of the file when it was last read
+        self._reported = 0
+
+    def __call__(self) -> str:
+        """Why the trial should stop now; empty: it should not.
+
+        The n-th value is compared with the n-th of other trials, whose steps may be others (another batch size).
+        """
+        size = self.path.stat().st_size if self.path.exists() else -1
+        if size == self._size:
+            return ""
+        self._size = size
+        values = [line[self.metric] for line in read_metrics(self.path) if line.get(self.metric) is not None]
+        for number, value in enumerate(values[self._reported :], start=self._reported + 1):
+            self._reported = number
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a trial that goes on from its checkpoint has reported its first ones
+                self.trial.report(value, step=number)
+            if self.trial.should_prune():
+                return f"{self.metric} {value:.4f} is worse than the median of the trials before, after {number} evaluations"
+        return ""

@@ -1,0 +1,333 @@
+"""Jobs side by side do not meet: no device and no core for two, large ones are not starved, results are those of one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from src.engine.config.compose import compose_command
+from src.engine.machine import hardware, memory
+from src.engine.machine.hardware import CudaDevice
+from src.engine.record.jobs import Job, Jobs, read_jobs
+from src.engine.record.result import read_result
+from src.engine.sweep import child
+from src.engine.sweep.devices import devices_here, jobs_at_a_time, need_of, share_of
+from src.engine.sweep.packing import Need, Packing
+from src.engine.sweep.points import Point, expand
+from src.engine.sweep.sweep import Sweep, freeze_jobs
+from src.schema import Config, SweepConfig
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "parallel=single")
+EIGHT = {"cuda": [f"GPU-{number}" for number in range(8)]}
+
+
+def cuda(count: int, alone: bool = False) -> Need:
+    return Need("cuda", count, alone)
+
+
+def play(needs: list[Need], seconds: list[float], machine: dict[str, list[str]], most: int | None = None) -> list[Any]:
+    """(start, end, job, devices) of every job on a mocked machine; looks at the machine at every moment of change."""
+    packing, now, waiting = Packing(machine, most), 0.0, dict(enumerate(needs))
+    running: dict[int, tuple[float, list[str]]] = {}
+    schedule: list[Any] = []
+    first_refused: dict[int, float] = {}
+    while waiting or running:
+        while chosen := packing.start_next(list(waiting.items())):
+            job, names = chosen
+            assert len(names) == min(waiting.pop(job).count, len(machine["cuda"]))
+            running[job] = (now + seconds[job], names)
+            schedule.append((now, now + seconds[job], job, names))
+        held = [name for _, names in running.values() for name in names]
+        assert len(held) == len(set(held)), "a device was given twice"
+        idle = len(machine["cuda"]) - len(held)
+        if idle and waiting and most is None:  # then the largest that waits is reserved, and all that fit wait for it
+            largest = max(need.count for need in waiting.values())
+            assert largest > idle, f"{idle} devices idle at {now} though a job of {largest} waits"
+            first_refused.setdefault(next(job for job, need in waiting.items() if need.count == largest), now)
+        now = min(end for end, _ in running.values())
+        for job in [job for job, (end, _) in running.items() if end == now]:
+            del running[job]
+            packing.release(job)
+    assert packing.free == {kind: list(names) for kind, names in machine.items()}
+    for job, refused in first_refused.items():  # what ran when it was reserved ends, and then it starts
+        start = next(entry[0] for entry in schedule if entry[2] == job)
+        assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), "a reserved job was passed by"
+    return schedule
+
+
+def test_eight_devices_are_packed(capsys: pytest.CaptureFixture[str]) -> None:
+    needs = [cuda(count) for count in (1, 1, 2, 4, 1, 4, 2, 1, 1, 4, 2, 1)]
+    seconds = [3.0, 2, 4, 5, 1, 3, 2, 4, 2, 4, 3, 1]
+    schedule = play(needs, seconds, EIGHT)
+    for start, end, job, names in schedule:
+        print(f"{start:5.1f} to {end:5.1f} s: job {job:2d} on {', '.join(names)}")
+    assert len(schedule) == 12
+    busy = sum((end - start) * len(names) for start, end, _, names in schedule)
+    assert busy / (8 * max(end for _, end, _, _ in schedule)) > 0.8
+    assert [job for _, _, job, _ in schedule][:2] == [3, 5], "the largest first"
+
+
+def test_no_schedule_gives_a_device_twice_or_starves_a_large_job() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        needs = [cuda(draw.choice((1, 1, 1, 2, 3, 4, 8))) for _ in range(draw.randint(1, 20))]
+        play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
+
+
+def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:
+    packing = Packing(EIGHT)
+    for job in range(6):
+        assert packing.start_next([(job, cuda(1))])
+    waiting = [(10, cuda(4)), *((job, cuda(1)) for job in range(11, 99))]
+    assert packing.start_next(waiting) is None, "2 devices are free, and reserved"
+    for job in (0, 1):
+        packing.release(job)
+    assert packing.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
+
+
+def test_kinds_do_not_wait_for_each_other_and_alone_means_alone() -> None:
+    packing = Packing({"cuda": ["a", "b"], "cpu": ["0", "1"]})
+    assert packing.start_next([(0, cuda(1))]) == (0, ["a"])
+    assert packing.start_next([(1, cuda(2)), (2, Need("cpu", 1)), (3, cuda(1))]) == (2, ["0"])
+    assert packing.start_next([(1, cuda(2)), (3, cuda(1))]) is None, "reserved for 1"
+    assert packing.start_next([(4, cuda(1, alone=True))]) is None
+    packing.release(0)
+    packing.release(2)
+    assert packing.start_next([(4, cuda(1, alone=True))]) == (4, ["a", "b"])
+    assert packing.start_next([(2, Need("cpu", 1))]) is None, "beside one that is to be alone"
+
+
+def test_one_at_a_time_keeps_the_order_and_more_ranks_than_cores_have_them_all() -> None:
+    packing = Packing({"cpu": ["0", "1"]}, most=1)
+    assert packing.start_next([(0, Need("cpu", 1)), (1, Need("cpu", 4))]) == (0, ["0"])
+    assert packing.start_next([(1, Need("cpu", 4))]) is None
+    packing.release(0)
+    assert packing.start_next([(1, Need("cpu", 4))]) == (1, ["0", "1"])
+
+
+def test_a_job_without_memory_waits_unless_nothing_runs() -> None:
+    packing = Packing(EIGHT)
+    short: Callable[[int], bool] = lambda job: False  # noqa: E731
+    assert packing.start_next([(0, cuda(1)), (1, cuda(1))], short) == (0, ["GPU-0"])
+    assert packing.start_next([(1, cuda(1))], short) is None
+    packing.release(0)
+    assert packing.start_next([(1, cuda(1))], short) == (1, ["GPU-0"])
+
+
+def points(*overrides: str) -> list[Point]:
+    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+
+
+def config_of(*overrides: str) -> Config:
+    return points(*overrides)[0].config
+
+
+def test_cuda_devices_are_given_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(CudaDevice(number, "H", 80 * GIB, f"GPU-{number}") for number in range(4))
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
+    config = config_of("parallel=ddp", "parallel.devices=2")
+    assert need_of(config) == cuda(2)
+    assert share_of(need_of(config), ["GPU-1", "GPU-3"])[0] == {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-3"}
+    assert need_of(config_of("parallel=ddp", "parallel.devices=2", "parallel.device_ids=[2,3]")).alone
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,GPU-2,3")
+    assert devices_here()["cuda"] == ["MIG-a", "MIG-b", "GPU-2", "GPU-3"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (("sweep.timed=true",), "sweep.jobs", "times its jobs"),
+        (("experiment=compare",), "sweep.jobs", "times its jobs"),
+        (("experiment=scaling_strong",), "sweep.jobs", "times its jobs"),
+        (("experiment=scaling_weak",), "sweep.jobs", "times its jobs"),
+        (("experiment=buckets", "parallel.devices=2"), "sweep.jobs", "times its jobs"),
+        (("experiment=small_layers",), "sweep.jobs", "times its jobs"),
+        (("optimized_metric=images_per_sec",), "search.n_jobs", "is a speed"),
+        ((), "sweep.jobs", r"sweep.jobs=9: 2.0 GiB of memory are free, and a job takes 0.25 GiB or more; 8 fit"),
+    ],
+)
+def test_what_cannot_run_side_by_side_is_refused(
+    overrides: tuple[str, ...], key: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 2 * GIB)
+    config = compose_command(get_args_parser().parse_args(["-m", "model=tiny", *overrides])).config
+    with pytest.raises(ValueError, match=said):
+        jobs_at_a_time(key, 9, [], config)
+    assert jobs_at_a_time(key, 1, [], config) == 1
+
+
+def test_auto_is_as_many_as_fit() -> None:
+    config = config_of("parallel.threads_per_device=2")
+    assert jobs_at_a_time("sweep.jobs", "auto", [config], config) is None
+    packing = Packing({"cpu": [str(core) for core in range(8)]})
+    assert packing.beside(need_of(config)) == 4
+
+
+# Stands for a job: says which cores it has and when it ran; out of memory the first time, where its name says so.
+JOB = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+began = time.monotonic()
+time.sleep(float(os.environ["JOB_SECONDS"]))
+again = (folder / "before").exists()
+(folder / "before").touch()
+short = folder.name == os.environ.get("JOB_SHORT") and not again
+ran = {"cores": sorted(os.sched_getaffinity(0)), "began": began, "ended": time.monotonic()}
+(folder / "ran.json").write_text(json.dumps(ran))
+(folder / "result.json").write_text(json.dumps({"status": "out_of_memory" if short else "done", "reason": ""}))
+sys.exit(int(short))
+"""
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
+    monkeypatch.setenv("JOB_SECONDS", "0.3")
+    monkeypatch.setattr(Sweep, "_close", lambda sweep, stopped_by: 0)
+
+
+def frozen(folder: Path, *overrides: str) -> Jobs:
+    return freeze_jobs(folder, points(*overrides), SweepConfig(), seed=1)
+
+
+def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
+    return json.loads((jobs.folder / job.folder / "ran.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+def test_jobs_side_by_side_have_cores_of_their_own(tmp_path: Path, stand_ins: None) -> None:
+    jobs = frozen(tmp_path, "seed=1,2,3,4", "parallel.threads_per_device=1")
+    Sweep(jobs, most=2).run()
+    times = [ran(jobs, job) for job in jobs.jobs]
+    assert all(len(time["cores"]) == 1 for time in times)
+    for one in times:
+        beside = [
+            two for two in times if two is not one and two["began"] < one["ended"] and one["began"] < two["ended"]
+        ]
+        assert len(beside) <= 1
+        assert all(two["cores"] != one["cores"] for two in beside)
+    assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [1, 1, 1, 1]
+    assert [job.status for job in read_jobs(tmp_path).jobs] == ["done"] * 4
+
+
+@pytest.mark.processes
+def test_jobs_that_need_all_cores_run_alone_with_all_of_them(tmp_path: Path, stand_ins: None) -> None:
+    jobs = frozen(tmp_path, "seed=1,2", f"parallel.threads_per_device={hardware.cores()}")
+    Sweep(jobs, most=2).run()
+    first, second = (ran(jobs, job) for job in jobs.jobs)
+    assert first["ended"] <= second["began"]
+    assert first["cores"] == second["cores"] == sorted(os.sched_getaffinity(0))
+    assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+def test_a_job_killed_for_want_of_memory_runs_once_more_alone(
+    tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_SHORT", "1")
+    jobs = frozen(tmp_path, "seed=1,2,3", "parallel.threads_per_device=1")
+    Sweep(jobs, most=2).run()
+    assert [job.status for job in jobs.jobs] == ["done"] * 3
+    assert read_result(tmp_path / "1").neighbours == 0
+    again = ran(jobs, jobs.jobs[1])
+    assert all(again["began"] >= ran(jobs, job)["ended"] for job in (jobs.jobs[0], jobs.jobs[2]))
+
+
+@pytest.mark.processes
+def test_a_job_that_never_has_enough_memory_is_tried_twice_only(
+    tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)]
+    )
+    monkeypatch.setenv("JOB_SHORT", "0")
+    jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
+    Sweep(jobs, most=2).run()
+    assert [job.status for job in jobs.jobs] == ["out_of_memory", "done"]
+
+
+def sweep_of_four(folder: Path, *more: str) -> list[str]:
+    words = ("train.epochs=2", "seed=1,2,3,4", "parallel.threads_per_device=1", f"hydra.sweep.dir={folder}")
+    return [sys.executable, "train.py", "-m", *SMALL, *words, *more]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.timeout(300)
+def test_results_are_those_of_one_at_a_time_bit_for_bit(tmp_path: Path) -> None:
+    for name, number in (("one", 1), ("two", 2)):
+        done = subprocess.run(
+            sweep_of_four(tmp_path / name, f"sweep.jobs={number}"),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for job in read_jobs(tmp_path / "two").jobs:
+        one, two = (read_result(tmp_path / name / job.folder) for name in ("one", "two"))
+        assert (one.neighbours, two.neighbours) == (0, 1)
+        assert (one.parameters_hash, one.val, one.train) == (two.parameters_hash, two.val, two.train)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_or_killed_nothing_goes_on_and_resume_runs_what_is_missing(tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "sweep"
+    running = subprocess.Popen(
+        sweep_of_four(folder, "sweep.jobs=2", "train.epochs=200"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not all((folder / job / "metrics.jsonl").exists() for job in "01"):
+            assert running.poll() is None
+            time.sleep(0.05)
+    finally:
+        running.send_signal(number)
+    assert running.wait(timeout=90) == (130 if number == signal.SIGINT else -number)
+    until = time.monotonic() + 5
+    while (left := still_running(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+    if number == signal.SIGINT:
+        assert [job.status for job in read_jobs(folder).jobs] == ["interrupted", "interrupted", "waiting", "waiting"]
+    for config in folder.glob("?/config.yaml"):  # shorter, or this test takes minutes
+        config.write_text(config.read_text().replace("epochs: 200", "epochs: 60"))
+    again = subprocess.run(
+        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 4
+    assert read_result(folder / "3").neighbours == 1, "resumed two at a time, as it was started"
+
+
+def still_running(folder: Path) -> list[list[str]]:
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [command for command in commands if str(folder) in " ".join(command)]
