@@ -75,13 +75,15 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     from src.engine.config.resolve import resolve
     from src.engine.launch.job import run_job
     from src.engine.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
-    from src.engine.launch.torchrun import lead, remembered_folder
+    from src.engine.launch.torchrun import agree, lead, remembered_folder
     from src.engine.machine.files import claim_folder
     from src.engine.machine.lock import own
 
     command = compose_command(with_saved_overrides(arguments))
     check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    if ranks is not None:
+        agree(config, command.config.parallel, ranks)
     folder = remembered_folder(ranks, config) or folder_to_resume(config)
     goes_on = folder is not None
     folder = folder or claim_folder(command.run_dir)

@@ -65,7 +65,8 @@ def _become_torchrun(options: dict[str, str], arguments: list[str]) -> NoReturn:
 
 
 def _predict(options: dict[str, str]) -> None:
-    from src.engine.machine.ranks import Ranks, open_store, ranks_from_environment
+    from src.engine.launch.meeting import open_store
+    from src.engine.machine.ranks import Ranks, ranks_from_environment
     from src.trained.predict import Wanted, predict, write
 
     started = time.monotonic()

@@ -162,6 +162,31 @@ class CheckpointConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """Who starts the command of each node. Sizes are per node; None leaves one to the scheduler."""
+
+    scheduler: str = choice("local", "local", "slurm", "kubernetes")
+    nodes: int = number(1, least=1)
+    gpus: int | None = number(None, least=0)  # None: a run on CPU
+    cpus: int | None = number(None, least=1)
+    memory: str | None = None  # e.g. 64G
+    time: str | None = None  # hh:mm:ss or d-hh:mm:ss, after which the job is stopped
+    submit: bool = True  # false: write the job's file and leave it for you
+    wait: bool = False  # until the job has ended; its exit code is ours
+    # slurm
+    partition: str | None = None
+    account: str | None = None
+    gres: str | None = None  # instead of gpus, e.g. gpu:a100:4
+    signal_seconds: int = number(90, least=10)  # the warning before the time is up: save, and queue again
+    setup: str | None = None  # shell lines before the run, e.g. "module load cuda"; never taken from a frozen config
+    extra: list[str] = field(default_factory=list)  # more lines, each `#SBATCH …`; as setup
+    # kubernetes
+    image: str | None = None
+    namespace: str | None = None
+    claim: str | None = None  # a PersistentVolumeClaim that all nodes can mount, for the run folder
+
+
+@dataclass
 class SweepConfig:
     """Only read with --multirun."""
 
@@ -212,6 +237,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)

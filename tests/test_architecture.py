@@ -85,6 +85,7 @@ TORCH_IN_FUNCTIONS_ONLY = (
 )
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 260, 70
+LINES_OF_A_LIST = {"src/schema.py": 330}  # every key, one after the other: looked things up in, not read
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def test_a_file_keeps_to_its_room(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= LINES_OF_A_FILE
+    assert lines <= LINES_OF_A_LIST.get(name_of(path), LINES_OF_A_FILE)
     assert path.stem not in DRAWERS, "this name says that nobody knew where its content belonged"
     assert not DRAWERS & set(path.relative_to(ROOT).parts[:-1])
 

@@ -343,7 +343,7 @@ def test_more_cuda_devices_than_there_are_is_refused(
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "1"}, ("RANK=1", "WORLD_SIZE=1")),
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_STEP_NUM_TASKS=2", "torchrun")),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_PROCID: missing", "srun --ntasks=N")),
     ],
 )
 def test_a_half_set_environment_is_refused_by_name(

@@ -182,6 +182,29 @@ def test_auto_takes_the_newest_run_that_has_not_ended(main: Main) -> None:
     assert main.ran[-1].resolve() == newest
 
 
+def test_auto_leaves_a_run_that_differs_in_any_key(main: Main) -> None:
+    """Two jobs of one task that are queued again together must not swap folders."""
+    slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
+    fast = main.start("2026-01-02/09-00-00", "optim.lr=0.2")
+    for word, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
+        assert main(*WORDS, "resume=auto", word)[0] == 0
+        assert main.ran[-1].resolve() == folder
+    code, said = main(*WORDS, "resume=auto", "optim.lr=0.3")
+    assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
+    assert "has optim.lr=0.2" in said and "starting a new one" in said
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))])
+def test_another_strategy_is_not_refused_for_the_devices_and_options_of_the_first(
+    main: Main, strategy: str, options: tuple[str, ...]
+) -> None:
+    folder = main.start("day/1", f"parallel={strategy}", "parallel.devices=2", *options)
+    code, said = main(f"resume={folder}", "parallel=single")
+    assert code == 0, said
+    assert read_frozen(folder).parallel.devices == 1
+    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, "asked for now"
+
+
 def test_auto_goes_on_with_a_run_that_was_killed_before_it_could_say_how_it_ended(main: Main) -> None:
     folder = main.start("2026-01-01/09-00-00")
     (folder / "result.json").unlink()

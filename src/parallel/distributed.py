@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from src.engine.machine.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
+from src.parallel.packing import as_bytes, pack, unpack
 from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
 from src.parallel.unused import NamingParallel
@@ -88,6 +89,29 @@ class Distributed(Single):
         gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
         rows = zip(texts.view(self.world_size, longest).cpu().numpy(), sizes.tolist(), strict=True)
         return [json.loads(row[:size].tobytes()) for row, size in rows]
+
+    def share_state(self, state: Any) -> Any:
+        """Its shape as JSON, then each tensor's bytes: nothing is unpickled. Rank 0 gets its own back."""
+        tensors: list[Tensor] = []
+        text = json.dumps(pack(state, tensors)).encode() if self.rank == 0 else b""
+        device = self.device if self.config.backend == "nccl" else torch.device("cpu")
+        size = torch.tensor([len(text)], device=device)
+        dist.broadcast(size, src=0)
+        shape = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8).to(device)
+        dist.broadcast(shape, src=0)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.broadcast(as_bytes(tensor.to(device).contiguous()), src=0)
+        if self.rank == 0:
+            return state
+
+        def receive(dtype: torch.dtype, size: list[int]) -> Tensor:
+            tensor = torch.empty(size, dtype=dtype, device=device)
+            if tensor.numel():
+                dist.broadcast(as_bytes(tensor), src=0)
+            return tensor
+
+        return unpack(json.loads(shape.cpu().numpy().tobytes()), receive)
 
     def share_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():

@@ -30,7 +30,7 @@ class Single:
     def __init__(self, config: ParallelConfig, ranks: Ranks) -> None:
         self.config = config
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.local_rank = ranks.local_rank
+        self.local_rank, self.node = ranks.local_rank, ranks.node
         torch.set_num_threads(int(config.threads_per_device))
         if config.accelerator == "cpu":
             keep_freed_memory()
@@ -81,6 +81,10 @@ class Single:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (what JSON can say), in rank order, on all of them."""
         return [value]
+
+    def share_state(self, state: Any) -> Any:
+        """Rank 0's nested dicts and lists of tensors and plain values, on all ranks: files are read by rank 0 alone."""
+        return state
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers, so that BatchNorm statistics are the same in evaluation."""

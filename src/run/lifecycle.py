@@ -92,16 +92,15 @@ class Run:
             loader.close()
 
     def resume(self) -> None:
-        """Go on from the newest good checkpoint; all ranks from the one that rank 0 chose."""
-        newest = checkpoint.newest(self.folder) if self.strategy.is_first else None
-        path = self.strategy.gather(None if newest is None else str(newest))[0]
-        if path is None:
+        """Go on from the newest good checkpoint that rank 0 has; the others receive what it holds."""
+        path = checkpoint.newest(self.folder) if self.strategy.is_first else None
+        if not self.strategy.gather(path is not None)[0]:
             return
-        contents = checkpoint.load(Path(path), self.strategy.device)
+        contents = self.strategy.share_state(path and checkpoint.load(path, self.strategy.device))
         self.progress = checkpoint.restore(self.parts.trainee, contents)
         if self.parts.mixing is not None:
             self.parts.mixing.batch = self.progress.step * self.config.train.accumulate
-        log.info("going on from %s, step %d", path, self.progress.step)
+        log.info("going on from %s, step %d", path or "rank 0's checkpoint", self.progress.step)
 
     def is_finished(self) -> bool:
         """At the last step or epoch, or no better for `early_stop` evaluations."""
@@ -205,7 +204,8 @@ class Run:
             return
         best = self.folder / "checkpoints" / "best.pt"
         if self.strategy.gather(best.exists())[0]:
-            checkpoint.restore_weights(self.parts.trainee, checkpoint.load(best, self.strategy.device))
+            contents = checkpoint.load(best, self.strategy.device) if self.strategy.is_first else None
+            checkpoint.restore_weights(self.parts.trainee, self.strategy.share_state(contents))
         self.evaluate("test", self.progress.epoch)
 
     def save(self, is_best: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from src.engine.machine.process import process_started_at
+from src.engine.machine.ranks import host_name
 from src.engine.record.result import Result
 from src.models.build import count_parameters
 from src.parallel.single import Single
@@ -102,6 +103,8 @@ def collect(run: Run, proof: Proof) -> Result:
         threads_per_device=int(config.parallel.threads_per_device),
         world_size=proof.world_size,
         processes=strategy.world_size,
+        nodes=config.cluster.nodes,
+        hosts=list(dict(strategy.gather([strategy.node, host_name()])).values()),
         backend=strategy.backend,
         model=config.model.name,
         parameters=count_parameters(parts.trainee.model),

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from conftest import in_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from src.engine.launch import watchdog
-from src.engine.launch.watchdog import Sign, judge
+from src.engine.launch.failure import failure_files, first_failure, write_failure
+from src.engine.launch.signs import NODE_SILENT, Sign, Signs, publish_failure
+from src.engine.launch.supervisor import Ended
+from src.engine.launch.watchdog import judge
 from src.engine.machine.pulse import BACKWARD, FORWARD
+from src.engine.machine.ranks import Ranks, machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 PLACES = st.tuples(st.integers(5, 7), st.integers(1, 6))
 
@@ -65,14 +76,15 @@ def test_a_debugger_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [True, False]
 
 
-def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ctrl-Z or `scontrol suspend`: the clock jumps between two ticks, which says nothing about the main thread."""
     dog = object.__new__(watchdog.Watchdog)
     clock = [0.0]
     ended: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(watchdog.Watchdog, "limit", 100)
-    monkeypatch.setattr(dog, "_show", lambda: False, raising=False)
+    monkeypatch.setattr(dog, "ranks", Ranks(), raising=False)
+    monkeypatch.setattr(dog, "signs", Signs(Ranks(), None, tmp_path), raising=False)
     monkeypatch.setattr(dog, "_end", ended.append, raising=False)
 
     class Ticks:
@@ -89,3 +101,102 @@ def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.
     Ticks.jumps = iter([1.0] * 200)
     dog._watch()
     assert len(ended) == 1
+
+
+class Board:
+    """A store that all signs of a test share."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.words[key] = value
+
+    def get(self, key: str) -> str:
+        return self.words[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.words for key in keys)
+
+
+def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Signs, Signs]:
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    board = Board()
+    ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
+    signs = [Signs(place, board, folder) for place in ranks]  # type: ignore[arg-type]
+    for each in (*signs, *signs):
+        speak(each)
+    return signs[0], signs[1]
+
+
+def speak(signs: Signs) -> None:
+    signs.ticks += 1
+    signs._exchange()
+    signs.answered_at = time.monotonic()
+
+
+def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    first, second = two_nodes(tmp_path, clock, monkeypatch)
+    for clock[0] in range(1, 30):
+        speak(first), speak(second)
+        assert first.silent_node() is None and second.silent_node() is None
+    silent_since = clock[0]
+    while (lost := first.silent_node()) is None:
+        clock[0] += 1
+        speak(first)
+    assert (lost.rank, lost.node) == (1, 1)
+    assert NODE_SILENT < clock[0] - silent_since < 12
+
+
+def test_a_node_whose_store_does_not_answer_blames_node_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [0.0]
+    _, second = two_nodes(tmp_path, clock, monkeypatch)
+    clock[0] += NODE_SILENT + 1
+    lost = second.silent_node()
+    assert lost is not None and lost.rank == 0
+    second.forgive(NODE_SILENT)
+    assert second.silent_node() is None, "it was suspended itself"
+
+
+def test_a_late_store_is_no_proof_against_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [0.0]
+    first, _ = two_nodes(tmp_path, clock, monkeypatch)
+    clock[0] += NODE_SILENT + 1
+    assert first.silent_node() is None
+
+
+def test_the_first_failure_is_the_first_to_arrive_whatever_the_clocks_say(tmp_path: Path) -> None:
+    for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
+        record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}
+        write_failure(tmp_path, record)
+    assert first_failure(tmp_path, Ended(world_size=2))["rank"] == 1
+
+
+def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
+    """Rank 1, on another node with a folder of its own, fails; what rank 0's folder then says."""
+    place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
+    own = Path(folder) / f"node_{ranks.rank}"
+    signs = Signs(place, store, own)
+    speak(signs)
+    if ranks.rank == 1:
+        publish_failure(store, {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"})
+        store.set("told", "")
+    else:
+        store.wait(["told"])
+        speak(signs)
+        assert signs.failed
+    return [path.read_text() for path in failure_files(own)]
+
+
+@pytest.mark.processes
+def test_the_first_failure_travels_through_the_store(tmp_path: Path) -> None:
+    told, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
+    assert len(told) == 1 and "it broke" in told[0] and '"order": 1' in told[0]
+
+
+def test_pids_are_compared_on_one_machine_only() -> None:
+    assert machine_id() == machine_id()
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in machine_id()

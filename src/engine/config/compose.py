@@ -29,6 +29,10 @@ from src.schema import Config
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
+CODE_KEYS = (
+    "cluster.setup",
+    "cluster.extra",
+)  # run by a shell: from the command line or conf/local alone, never frozen
 
 
 @dataclass
@@ -156,6 +160,7 @@ def freeze(config: Config, folder: Path) -> None:
         ]
     }
     tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
+    tree.cluster.setup, tree.cluster.extra = None, []
     plain = hide_in(OmegaConf.to_container(tree))  # secrets are references again, which the ranks resolve
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
 

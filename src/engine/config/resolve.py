@@ -24,6 +24,8 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     _resolve_devices(config, cuda, world_size)
     parallel = config.parallel
     local = local_world_size or int(parallel.devices)
+    if world_size is not None and cuda == 1:  # srun may show each task a device of its own; launch/nodes.py counts them
+        local = 1
     _check_devices_exist(config, cuda, local)
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 import traceback
@@ -11,7 +12,7 @@ from typing import Any
 
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_json
-from src.engine.machine.ranks import Ranks
+from src.engine.machine.ranks import Ranks, host_name
 from src.schema import Config, global_batch
 
 PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
@@ -23,8 +24,9 @@ def describe(error: Exception, config: Config, ranks: Ranks, log: Path) -> dict[
     kind, text = type(error).__name__, _text(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
+    who = ranks.name
     is_echo = kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in text.lower()
-    status, reason = "failed", f"rank {ranks.rank}: {kind}: {text} ({place})"
+    status, reason = "failed", f"{who}: {kind}: {text} ({place})"
     if kind == "RefusedError":
         status, reason = "refused", text
     elif kind == "NotFiniteError":
@@ -34,9 +36,10 @@ def describe(error: Exception, config: Config, ranks: Ranks, log: Path) -> dict[
     elif "DataLoader worker" in text:
         reason += "; a loader worker was killed, perhaps for want of memory: fewer data.workers need less"
     elif is_echo:
-        reason = f"rank {ranks.rank} lost its connection to another rank, which has left: {kind}: {text}"
+        reason = f"{who} lost its connection to another rank, which has left: {kind}: {text}"
     return {
         "rank": ranks.rank,
+        "host": host_name(),
         "attempt": ranks.restart_count,
         "time": time.time(),
         "status": status,
@@ -53,6 +56,10 @@ def write_failure(folder: Path, record: dict[str, Any]) -> None:
     write_json(folder / "logs" / f"failure_rank_{record['rank']}.json", record)
 
 
+def failure_files(folder: Path) -> list[Path]:
+    return sorted((folder / "logs").glob("failure_rank_*.json"))
+
+
 def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     """The failure that caused the others, not its echo on the ranks that waited for it.
 
@@ -60,10 +67,11 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     no record, and its peers record a lost connection); one that left without a record, even with exit code 0; the
     earliest lost connection. Only the latest attempt counts, after restarts.
     """
-    records = [json.loads(path.read_text()) for path in (folder / "logs").glob("failure_rank_*.json")]
+    records = [json.loads(path.read_text()) for path in failure_files(folder)]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
-    records.sort(key=lambda record: (record["is_echo"], record["time"]))
+    # By arrival at the store where it was told: the clocks of two hosts differ.
+    records.sort(key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"]))
     if records and not records[0]["is_echo"]:
         return dict(records[0])
     codes = {**dict.fromkeys(range(ended.world_size), 0), **ended.exit_codes}
@@ -108,7 +116,7 @@ def _out_of_memory(text: str, config: Config, ranks: Ranks) -> str:
     smaller = f"data.batch_size={max(devices, batch // 2)} train.accumulate={train.accumulate * 2} (the same training)"
     bf16 = "" if train.precision == "bf16" or config.parallel.accelerator == "cpu" else "train.precision=bf16, "
     return (
-        f"rank {ranks.rank}: out of memory on {where} with {batch // devices} images per device ({batch} in all, "
+        f"{ranks.name}: out of memory on {where} with {batch // devices} images per device ({batch} in all, "
         f"{train.precision}, accumulate={train.accumulate}): {text[:300]}; "
         f"try {smaller}, {bf16}model.grad_checkpointing=true, or more devices"
     )

@@ -71,6 +71,7 @@ def _record(config: Config, folder: Path, status: str, reason: str, failure: dic
             strategy=parallel.strategy,
             accelerator=parallel.accelerator,
             devices=int(parallel.devices),
+            nodes=config.cluster.nodes,
             model=config.model.name,
             batch_size=config.data.batch_size,
             failure=failure,

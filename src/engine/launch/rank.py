@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import describe, write_failure
+from src.engine.launch.meeting import open_store
+from src.engine.launch.signs import Signs, publish_failure
 from src.engine.launch.watchdog import Watchdog
 from src.engine.machine.process import die_with_parent
-from src.engine.machine.ranks import Ranks, open_store, ranks_from_environment
+from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import HidingFormatter
 from src.engine.machine.signals import STOP_SIGNALS, Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
 from src.schema import Config
@@ -62,14 +64,16 @@ def run_rank(
         signal.signal(number, stop_handler)
     own_store = None if store is None else store.clone()
     try:
-        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words):
-            return _run_recorded(run, config, folder, ranks, store, own_log)
+        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words) as signs:
+            return _run_recorded(run, config, folder, ranks, store, own_log, signs)
     except Stopped as stop:
         log.info("stopped by %s", stop)
         return 128 + stop.number
 
 
-def _run_recorded(run: Run, config: Config, folder: Path, ranks: Ranks, store: Store | None, own_log: Path) -> int:
+def _run_recorded(
+    run: Run, config: Config, folder: Path, ranks: Ranks, store: Store | None, own_log: Path, signs: Signs
+) -> int:
     try:
         run(config, folder, ranks, store)
         return 0
@@ -77,7 +81,11 @@ def _run_recorded(run: Run, config: Config, folder: Path, ranks: Ranks, store: S
         ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
         log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
         record = describe(error, config, ranks, own_log)
+        if store is not None:
+            publish_failure(store, record)
         write_failure(folder, record)
+        if record["is_echo"] and ranks.nodes > 1:
+            signs.wait_for_cause()
         return int(record["exit_code"])
 
 

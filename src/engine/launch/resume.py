@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from src.engine.config.compose import CONF, read_frozen
+from src.engine.config.combinations import DDP_ONLY, DP_ONLY
+from src.engine.config.compose import CODE_KEYS, CONF, read_frozen
 from src.engine.machine.lock import is_owned
 from src.engine.machine.secrets import hide, mask
 from src.engine.record.result import read_result
@@ -19,6 +20,8 @@ from src.schema import Config, TrainConfig, global_batch, leaves
 
 # What makes it the same training; strategy, devices and length may change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
+# Of `resume=auto`, which nobody has pointed at a folder, everything must be as it was but these.
+SAY_NOTHING_OF_THE_RUN = ("resume", "print_config", "cluster.", "sweep.", "search.")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
 
 
@@ -41,11 +44,23 @@ def with_saved_overrides(arguments: Any) -> Any:
             f"resume={folder}: not a run folder (it has no .hydra that can be read); give a folder below outputs/"
         ) from None
     merged = copy.copy(arguments)
-    merged.overrides = [str(item) for item in saved if not str(item).startswith("resume=")] + arguments.overrides
+    merged.overrides = _still_meant([str(item) for item in saved], arguments.overrides) + arguments.overrides
     main = next((source.path for source in sources if source.provider == "main"), str(CONF))
     if arguments.config_path is None and Path(main) != CONF:
         merged.config_path, merged.config_name = main, hydra.hydra.job.config_name
     return merged
+
+
+def _still_meant(saved: list[str], given: list[str]) -> list[str]:
+    """The saved words without those that another strategy, given now, has no place for; nobody asks for them any more."""
+    now = [word.partition("=")[2] for word in given if word.partition("=")[0] in ("parallel", "parallel.strategy")]
+    foreign = {"resume", *CODE_KEYS}
+    if now and now[-1] != "auto":
+        options = {"dp": DP_ONLY, "ddp": (*DDP_ONLY, "max_restarts")}
+        foreign |= {f"parallel.{key}" for owner, keys in options.items() if owner != now[-1] for key in keys}
+    if now and now[-1] == "single":
+        foreign |= {f"parallel.{key}" for key in ("devices", "device_ids", "output_device")}
+    return [word for word in saved if word.partition("=")[0] not in foreign]
 
 
 def folder_to_resume(config: Config) -> Path | None:
@@ -54,14 +69,19 @@ def folder_to_resume(config: Config) -> Path | None:
         return None
     if config.resume != "auto":
         return Path(config.resume)
+    nearest = ""
     runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
     for folder in (path.parent.parent for path in runs):
         try:
-            if not _is_done(folder) and not is_owned(folder) and not _differences(config, folder):
+            if _is_done(folder) or is_owned(folder):
+                continue
+            other = _first_difference(config, folder)
+            if other is None:
                 return folder
+            nearest = nearest or f" with these settings (the newest, {folder}, has {other})"
         except ValueError as error:
             print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-    print(f"resume=auto: no unfinished run of {config.task_name}; starting a new one", file=sys.stderr)
+    print(f"resume=auto: no unfinished run of {config.task_name}{nearest}; starting a new one", file=sys.stderr)
     return None
 
 
@@ -108,6 +128,14 @@ def _differences(config: Config, folder: Path) -> list[str]:
             f"{global_batch(config)} (was {batch})"
         ]
     return changed
+
+
+def _first_difference(config: Config, folder: Path) -> str | None:
+    now = dict(_settings(config))
+    for key, value in _settings(read_frozen(folder)):
+        if now.get(key) != value and not key.startswith(SAY_NOTHING_OF_THE_RUN):
+            return hide(f"{key}={value}")
+    return None
 
 
 def _settings(config: Config) -> list[tuple[str, Any]]:

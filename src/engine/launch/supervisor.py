@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.loopback import listen_on_loopback, register_backend
+from src.engine.launch.meeting import Meeting, Place, listen_towards, register_backend
 from src.engine.machine import hardware
 from src.engine.machine.process import imports_without_collector, no_survivors, process_started_at
 from src.engine.machine.signals import STOP_SIGNALS
@@ -42,13 +41,16 @@ class Ended:
     )
 
 
-def run_ranks(config: Config, folder: Path) -> Ended:
-    """Start the ranks of a resolved config on its run folder and wait until none is left."""
+def run_ranks(config: Config, folder: Path, meeting: Meeting | None = None) -> Ended:
+    """Start this node's ranks of a resolved config on its run folder and wait until none is left.
+
+    `meeting`: with the other nodes; None where there are none.
+    """
     environment = _environment(config)
     before = hardware.oom_kills()
     with no_survivors():
         if config.parallel.strategy == "ddp":
-            ended = _run_agent(config, folder, {**environment, **listen_on_loopback()})
+            ended = _run_agent(config, folder, environment, meeting)
         else:
             ended = _run_child(folder, environment)
     ended.oom_kills = hardware.oom_kills() - before
@@ -95,32 +97,35 @@ def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
     return ended
 
 
-def _run_agent(config: Config, folder: Path, environment: dict[str, str]) -> Ended:
+def _run_agent(config: Config, folder: Path, environment: dict[str, str], meeting: Meeting | None) -> Ended:
     """All ranks of this machine under torch's elastic agent."""
     with imports_without_collector():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    meeting = meeting or Meeting(Place(), config.parallel.start_timeout)
+    place = meeting.place
     for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
     launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=int(config.parallel.devices),
-        run_id=uuid.uuid4().hex,
+        min_nodes=place.nodes,
+        max_nodes=place.nodes,
+        nproc_per_node=int(config.parallel.devices) // place.nodes,
+        run_id=meeting.get_run_id(),
         rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
+        rdzv_configs={"meeting": meeting},
         max_restarts=config.parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
-    ended = Ended(world_size=launch.nproc_per_node)
+    ended = Ended(world_size=launch.nproc_per_node * place.nodes)
     command = worker_command(folder)
     with (
         _signal_handlers(None),
-        _exported(environment),
+        _exported({**environment, **listen_towards(place.address)}),
     ):  # the agent installs handlers of its own and leaves them behind
         try:
             elastic_launch(launch, command[0])(*command[1:])

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started (torchrun): rank 0 composes, the others receive its config and run folder.
+"""Ranks that somebody else started (torchrun, srun): rank 0 composes, the others receive its config and run folder.
 
 Every rank composing for itself is what breaks folders and sweeps elsewhere: as many folders, and configs, as ranks.
 """
@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from src.engine.config.compose import read_frozen
+from src.engine.launch.meeting import listen_towards, open_store
+from src.engine.launch.nodes import all_facts, fit_to_nodes, tell_facts
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
-from src.engine.machine.ranks import Ranks, open_store
-from src.schema import Config
+from src.engine.machine.ranks import Ranks, host_name, machine_id
+from src.schema import Config, ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
     from src.engine.launch.rank import Run
 
 KEY = "run_folder"
+
+
+def agree(config: Config, asked: ParallelConfig, ranks: Ranks) -> None:
+    """Rank 0, before there is a folder: fit a resolved config to all nodes. Errors: ValueError, what cannot run there."""
+    _refuse_elastic_nodes()
+    _advise_on_signals()
+    store = open_store(ranks)
+    tell_facts(store, ranks)
+    fit_to_nodes(config, asked, all_facts(store, ranks.world_size))
 
 
 def lead(run: Run, config: Config, folder: Path, ranks: Ranks) -> int:
@@ -45,14 +58,30 @@ def _run_and_say(run: Run, config: Config, folder: Path, ranks: Ranks, store: St
     from src.engine.launch.rank import run_rank
 
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 send their own output to their log
-    code = run_rank(run, config, folder, ranks, store, lambda: conclude(config, folder, Ended(), console))
+    if ranks.nodes > 1:
+        os.environ.update(listen_towards(os.environ.get("MASTER_ADDR", "")))
+
+    def say_end(ended: Ended) -> int:
+        if ranks.node == 0:
+            return conclude(config, folder, ended, console)
+        if ranks.is_first_of_node:
+            print(where_logs_are(ranks, folder), file=console, flush=True)
+        return 1
+
+    code = run_rank(run, config, folder, ranks, store, lambda: say_end(Ended()))
     if code > 128 and ranks.is_first:
-        return conclude(config, folder, Ended(signal=code - 128), console)
+        return say_end(Ended(signal=code - 128))
     if 0 < code < 128:
         time.sleep(1)  # for the records of ranks that fail at the same time
-        if first_failure(folder, Ended()).get("rank") == ranks.rank:
-            return conclude(config, folder, Ended(), console)
+        own = first_failure(folder, Ended()).get("rank") == ranks.rank
+        if own if ranks.nodes == 1 else ranks.is_first_of_node:
+            say_end(Ended())
     return code
+
+
+def where_logs_are(ranks: Ranks, folder: Path) -> str:
+    """What a node other than the first says when the run has failed; the first has the records."""
+    return f"Node {ranks.node} ({host_name()}) ends with the run; its logs are in {host_name()}:{folder / 'logs'}"
 
 
 def refuse_followers(reason: str, ranks: Ranks) -> None:
@@ -67,14 +96,27 @@ def refuse_followers(reason: str, ranks: Ranks) -> None:
 def follow(run: Run, ranks: Ranks) -> int:
     """A rank other than 0: wait for rank 0's config and run. Returns the exit code."""
     store = open_store(ranks)
+    tell_facts(store, ranks)
     message = json.loads(store.get(KEY))
     if "refused" in message:
         store.set(f"{KEY}/told/{ranks.rank}", "")
         return 2
     folder = Path(message["folder"])
-    if not (folder / "config.yaml").exists():  # another machine without a shared file system: its logs stay there
-        write_text(folder / "config.yaml", message["config"])
+    keep_config(folder, message["config"])
     return _run_and_say(run, read_frozen(folder), folder, ranks, store)
+
+
+def keep_config(folder: Path, text: str) -> None:
+    """Node 0's config.yaml, where its disk is not shared: this node's logs go to a folder of the same name.
+
+    Errors: ValueError when no such folder can be made here.
+    """
+    path = folder / "config.yaml"
+    try:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be made on {host_name()}, for its logs ({error.strerror})") from None
 
 
 def remembered_folder(ranks: Ranks | None, config: Config) -> Path | None:
@@ -93,5 +135,40 @@ def _remember(folder: Path, config: Config) -> None:
 def _note(config: Config) -> Path:
     """Keyed by the agent: its run id is `none` unless given, so the agent's process stands beside it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    agent = f"{socket.gethostname()}-{os.getppid()}" if run_id == "none" else run_id
+    agent = f"{machine_id().split()[0]}-{os.getppid()}" if run_id == "none" else run_id
     return Path(config.paths.output_dir) / ".restarts" / f"{agent}.txt"
+
+
+def _refuse_elastic_nodes() -> None:
+    """`torchrun --nnodes 1:2` starts the ranks again when a node comes or goes, and counts no restart: two attempts
+    would meet under the same keys. Errors: ValueError."""
+    words = _launcher()
+    given = [word.partition("=")[2] or words[index + 1] for index, word in enumerate(words[:-1]) if _is_nnodes(word)]
+    nnodes = given[-1] if given else os.environ.get("PET_NNODES", "1")
+    least, _, most = nnodes.partition(":")
+    if most and most != least:
+        raise ValueError(f"--nnodes={nnodes}: a run has one number of nodes; give torchrun --nnodes={most}")
+
+
+def _is_nnodes(word: str) -> bool:
+    return word.lstrip("-").partition("=")[0] == "nnodes" and word.startswith("-")
+
+
+def _launcher() -> list[str]:
+    """The command line of torchrun, up to train.py; empty where it is not known."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else []
+    except psutil.Error:
+        return []
+    return words[: next((index for index, word in enumerate(words) if word.endswith("train.py")), len(words))]
+
+
+def _advise_on_signals() -> None:
+    """Slurm warns with USR1; torchrun dies of it at once unless told to hand it on."""
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    if handled is not None and "SIGUSR1" not in handled and "SLURM_JOB_ID" in os.environ:
+        print(
+            "torchrun ends without a checkpoint when Slurm warns it with USR1; give it "
+            f"--signals-to-handle {handled},SIGUSR1, or use python train.py cluster=slurm",
+            file=sys.stderr,
+        )

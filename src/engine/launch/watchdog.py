@@ -8,53 +8,32 @@ asks the others for theirs, and compares where everybody is: the one that is fur
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import write_failure
-from src.engine.machine.pulse import PHASES, pulse
+from src.engine.launch.signs import NODE_SILENT, TICK, Sign, Signs, lost_record, publish_failure
+from src.engine.machine.pulse import pulse
 from src.engine.machine.ranks import Ranks
 from src.schema import ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-TICK = 1.0  # seconds between two looks
 SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
 ANSWER = 3.0  # seconds for the other ranks to show where they are
 WRITE = 10.0  # seconds for the rank that writes down who has failed
+LEAVE = 5.0  # seconds for this rank to notice by itself that another node's has failed
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
-
-
-@dataclass
-class Sign:
-    """What a rank shows of itself."""
-
-    rank: int
-    host: str = ""
-    pid: int = 0
-    step: int = 0
-    phase: int = 0
-    ticks: int = 0
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.step, self.phase
-
-    def __str__(self) -> str:
-        return f"{PHASES[self.phase]} of step {self.step}" if self.step else PHASES[self.phase]
 
 
 class Watchdog:
@@ -72,16 +51,19 @@ class Watchdog:
         """`store`: a client of its own, None for the only rank. `log`: where stacks go. `last_words`: before leaving."""
         self.config, self.folder, self.ranks, self.store, self.log = config, folder, ranks, store, log
         self.last_words = last_words
-        self.ticks = 0
+        self.signs = Signs(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Signs:
+        self.signs.start()
         self._thread.start()
+        return self.signs
 
     def __exit__(self, *error: object) -> None:
         """A thread inside the store while the interpreter shuts down would abort the process."""
         self._over.set()
+        self.signs.close()
         self._thread.join(timeout=ANSWER)
 
     @property
@@ -91,45 +73,61 @@ class Watchdog:
 
     def _watch(self) -> None:
         beats, moved_at, looked_at = -1, time.monotonic(), time.monotonic()
+        leave_at = None
         while not self._over.wait(TICK):
             now = time.monotonic()
+            if now - looked_at > SUSPENDED / 3:
+                self.signs.forgive(now - looked_at)
             if now - looked_at > SUSPENDED:
                 moved_at += now - looked_at
             if pulse.beats != beats or _at_a_debugger():
                 beats, moved_at = pulse.beats, now
             looked_at = now
-            try:
-                if self._show() or now - moved_at > self.limit:
-                    self._end(now - moved_at)
-                    return
-            except RuntimeError:  # the store is gone, and with it the agent and the run
-                self.store = None
+            if self.signs.alarm or now - moved_at > self.limit:
+                self._end(now - moved_at)
+                return
+            if (lost := self.signs.silent_node()) is not None:
+                self._end_without(lost)
+                return
+            if self.ranks.nodes > 1 and self.signs.failed:  # of one machine, the agent ends the others
+                leave_at = leave_at or now + LEAVE
+                if now > leave_at:
+                    self._leave()
 
-    def _show(self) -> bool:
-        """Show where this rank is; returns whether a rank has raised the alarm."""
-        self.ticks += 1
-        if self.store is None:
-            return False
-        self.store.set(f"watchdog/{self.ranks.rank}", json.dumps(self._sign().__dict__))
-        return bool(self.store.check(["watchdog/alarm"]))
+    def _leave(self) -> None:
+        if self.last_words is not None:
+            self.last_words()
+        os._exit(1)
 
-    def _sign(self) -> Sign:
-        return Sign(self.ranks.rank, socket.gethostname(), os.getpid(), pulse.step, pulse.phase, self.ticks)
+    def _end_without(self, lost: Sign) -> None:
+        """A node has not been heard of for too long: say which, and leave. What it holds open would wait for minutes."""
+        where = f"node {lost.node} ({lost.host or 'where rank 0 is'})"
+        told = f"{where}: rank {lost.rank} has not been heard of for {NODE_SILENT:.0f} s, last seen in {lost}"
+        self.log.write(f"{told}; the stacks of all threads:\n")
+        self.log.flush()
+        faulthandler.dump_traceback(file=self.log, all_threads=True)
+        self._record(lost, f"{told}; it is dead, stopped, or cut off from the network", "NodeLost")
+        self._leave()
 
     def _end(self, silent: float) -> None:
         """The alarm: stacks of all ranks into their logs, a record of the rank that has failed, and out."""
-        self.log.write(f"no progress for {silent:.0f} s while {self._sign()}; the stacks of all threads:\n")
+        at_last = threading.Timer(ANSWER + 2 * WRITE, os._exit, (1,))  # where the store does not answer any more
+        at_last.daemon = True
+        at_last.start()
+        self.log.write(f"no progress for {silent:.0f} s while {self.signs.mine()}; the stacks of all threads:\n")
         self.log.flush()
         faulthandler.dump_traceback(file=self.log, all_threads=True)
-        mine = self._sign()
+        mine = self.signs.mine()
         before = after = [mine]
         if self.store is not None:
             self.store.set("watchdog/alarm", str(self.ranks.rank))
-            before, after = self._look_twice()
+            before = self.signs.all()
+            time.sleep(ANSWER)
+            after = self.signs.all()
         failed, recorder, reason = judge(before, after, self.limit)
         if recorder == self.ranks.rank:
-            self._record(failed, f"{reason}; if it is only slow, raise parallel.{self._limit_key()}")
-            if failed.rank != recorder and failed.host == mine.host and failed.pid:
+            self._record(failed, f"{reason}; if it is only slow, raise parallel.{self._limit_key()}", "NoProgress")
+            if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
                 _kill(failed.pid)
             if self.last_words is not None:
                 self.last_words()
@@ -140,39 +138,15 @@ class Watchdog:
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
         os._exit(1)
 
-    def _look_twice(self) -> tuple[list[Sign], list[Sign]]:
-        """Every rank's sign now and a little later."""
-        before = self._signs()
-        until = time.monotonic() + ANSWER
-        while time.monotonic() < until:
-            time.sleep(TICK / 2)
-            self._show()
-        return before, self._signs()
-
-    def _signs(self) -> list[Sign]:
-        assert self.store is not None
-        keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
-        return [
-            Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(rank)
-            for rank, key in enumerate(keys)
-        ]
-
     def _limit_key(self) -> str:
         return "timeout" if pulse.steps_done else "start_timeout"
 
-    def _record(self, failed: Sign, reason: str) -> None:
-        record: dict[str, Any] = {
-            "rank": failed.rank,
-            "attempt": self.ranks.restart_count,
-            "time": time.time(),
-            "status": "failed",
-            "reason": reason,
-            "exception": "NoProgress",
-            "traceback": _main_stack() if failed.rank == self.ranks.rank else None,
-            "log": str(self.folder / "logs" / f"rank_{failed.rank}.log"),
-            "is_echo": False,
-            "exit_code": 1,
-        }
+    def _record(self, failed: Sign, reason: str, exception: str) -> None:
+        record = {**lost_record(failed, self.ranks, reason, self.folder), "exception": exception}
+        if failed.rank == self.ranks.rank:
+            record["traceback"] = _main_stack()
+        if self.store is not None and self.ranks.nodes > 1:
+            publish_failure(self.store, record)
         write_failure(self.folder, record)
 
 

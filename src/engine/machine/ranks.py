@@ -1,16 +1,14 @@
-"""Who am I among the ranks of a job: read from what torchrun (or our own agent, which is torchrun's) put into the environment."""
+"""Who am I among the ranks of a job: read from what torchrun (our own agent is torchrun's) or srun put into the environment."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-from src.engine.machine.process import imports_without_collector
+from functools import cache
+from pathlib import Path
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,10 +22,39 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     restart_count: int = 0  # how often the agent has restarted all ranks
+    node: int = 0  # of `nodes`; node 0 has rank 0, and with it the records
+    nodes: int = 1
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_first_of_node(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def name(self) -> str:
+        """For messages: the host as well, where there are several."""
+        return f"rank {self.rank}" + (f" on {host_name()}" if self.nodes > 1 else "")
+
+
+def host_name() -> str:
+    """What this node is called where people look for it: in Slurm's lists, else by its own system."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+@cache
+def machine_id() -> str:
+    """Equal only for processes that can signal each other by pid: this boot of this kernel, this space of pids.
+
+    Host names are no proof: many machines are called `localhost`, and two containers of one machine count pids apart.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
@@ -37,8 +64,7 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     """
     marks = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
     if not marks:
-        _refuse_bare_srun(environment)
-        return None
+        return _ranks_of_srun(environment)
     missing = [name for name in NEEDED if name not in environment]
     if missing:
         raise ValueError(
@@ -54,31 +80,37 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
         raise ValueError(
             f"RANK={values['rank']}: not below WORLD_SIZE={values['world_size']}; start ranks with torchrun"
         )
-    return Ranks(**values, restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    local = values["local_world_size"]
+    return Ranks(
+        **values,
+        restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        node=int(environment.get("GROUP_RANK", values["rank"] // local)),
+        nodes=int(environment.get("GROUP_WORLD_SIZE", -(-values["world_size"] // local))),
+    )
 
 
-def _refuse_bare_srun(environment: Mapping[str, str]) -> None:
-    """`srun -n 2 python train.py` would start the same run twice."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_STEP_ID" in environment and tasks.isdigit() and int(tasks) > 1:
+def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
+    """The place of a task of `srun --ntasks=N python train.py …`; None where the step has one task, or there is none."""
+    if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return None
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+    wrong = [name for name in names if not environment.get(name, "").isdigit()]
+    counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if wrong or not counts:
         raise ValueError(
-            f"SLURM_STEP_NUM_TASKS={tasks}: srun started {tasks} copies; start one task per node, each running "
-            "torchrun --nnodes … --nproc-per-node … train.py parallel=ddp"
+            f"{wrong[0] if wrong else 'SLURM_STEP_TASKS_PER_NODE'}: missing, or not what srun sets; start with "
+            "srun --ntasks=N python train.py …, or with python train.py cluster=slurm …"
         )
+    rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
+    return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)
 
 
-COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
-
-
-def open_store(ranks: Ranks) -> Store:
-    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none.
-
-    The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
-    """
-    with imports_without_collector():
-        from torch.distributed import PrefixStore
-        from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
-    assert store is not None
-    return PrefixStore(f"attempt_{ranks.restart_count}", store)
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's `2(x3),1` -> [2, 2, 2, 1]; empty for what is not in that notation."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return []
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts

@@ -31,6 +31,8 @@ class Result:
     threads_per_device: int | None = None
     world_size: int | None = None  # measured by an all-reduce of ones
     processes: int | None = None
+    nodes: int = 1
+    hosts: list[str] = field(default_factory=list)  # one per node, node 0's first
     backend: str | None = None
     model: str = ""
     parameters: int | None = None

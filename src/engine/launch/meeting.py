@@ -1,0 +1,193 @@
+"""Where the ranks of a run meet: a store at one address alone, that of node 0. torch's own listens on every interface.
+
+Whoever reaches such a store can pose as a rank. One machine's listens on loopback; that of several nodes on the address
+by which the scheduler knows node 0.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
+
+import psutil
+
+from src.engine.machine.process import imports_without_collector
+from src.engine.machine.ranks import Ranks, host_name
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+
+LOOPBACK = "127.0.0.1"
+BACKEND = "meeting"  # its name among torch's c10d, static, etcd
+COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node of a run, and where it meets the others."""
+
+    node: int = 0
+    nodes: int = 1
+    address: str = LOOPBACK  # node 0's, as the others reach it
+    port: int = 0  # 0: a free one, for one node
+
+
+def register_backend() -> str:
+    """Make `Meeting` known to torch's agent; returns its name."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, _create)  # type: ignore[arg-type]  # duck-typed: see Meeting
+    return BACKEND
+
+
+class Meeting:
+    """A torch.distributed.elastic RendezvousHandler of nodes whose order is fixed. No subclass, to import no torch.
+
+    torch's own lets whoever comes first be node 0, and a node that comes again; here rank 0 stays where the records are,
+    and a run that has lost a node ends, to be started again.
+    """
+
+    use_agent_store = True
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        """Host the store (node 0), or find it. `timeout`: seconds for all nodes to come.
+
+        Errors: ValueError naming the nodes that did not come, or the address that cannot be reached or taken.
+        """
+        self.place, self._run_id = place, uuid.uuid4().hex
+        self.store, self._port = _host_store(place) if place.node == 0 else (_join(place, timeout), place.port)
+        if place.node == 0 and place.nodes > 1:
+            _wait_for_nodes(self.store, place, timeout)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The nodes are all there is, also when the agent starts their ranks again."""
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        agent = PrefixStore("agent", self.store)
+        at = RendezvousStoreInfo(self.place.address, self._port)
+        return RendezvousInfo(agent, self.place.node, self.place.nodes, at)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _create(parameters: RendezvousParameters) -> Meeting:
+    meeting = parameters.config["meeting"]
+    assert isinstance(meeting, Meeting)
+    return meeting
+
+
+def _host_store(place: Place) -> tuple[Store, int]:
+    """(the store, its port), listening on this node's address alone."""
+    from torch.distributed import TCPStore
+
+    try:
+        listener = socket.create_server((socket.gethostbyname(place.address), place.port))
+    except OSError as error:
+        raise ValueError(
+            f"{place.address}:{place.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
+        ) from None
+    port = listener.getsockname()[1]
+    store = TCPStore(place.address, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
+    return store, port
+
+
+def _join(place: Place, timeout: float) -> Store:
+    """Node 0's store. One that this node has joined before is of a run that has lost it and is ending: not that one."""
+    from torch.distributed import TCPStore
+
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((place.address, place.port), timeout=5).close()
+            store = TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=timeout))
+            if store.add(f"joined/{place.node}", 1) == 1:
+                store.set(f"host/{place.node}", host_name())
+                return store
+        except (OSError, RuntimeError):  # not yet there, or just leaving
+            pass
+        time.sleep(POLL_SECONDS)
+    raise ValueError(
+        f"{place.address}:{place.port}: node {place.node} ({host_name()}) found no node 0 there within "
+        f"parallel.start_timeout={timeout:g} s"
+    )
+
+
+def _wait_for_nodes(store: Store, place: Place, timeout: float) -> None:
+    names = [f"host/{node}" for node in range(1, place.nodes)]
+    until = time.monotonic() + timeout
+    while missing := [name.removeprefix("host/") for name in names if not store.check([name])]:
+        if time.monotonic() > until:
+            raise ValueError(
+                f"node {', '.join(missing)} of {place.nodes}: not there within parallel.start_timeout={timeout:g} s; "
+                f"node 0 waits at {place.address}:{place.port}"
+            )
+        time.sleep(POLL_SECONDS / 5)
+
+
+@cache
+def open_store(ranks: Ranks) -> Store:
+    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none.
+
+    The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
+    """
+    with imports_without_collector():
+        from torch.distributed import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
+    store: Store | None
+    if "MASTER_ADDR" in os.environ:
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
+        assert store is not None
+    else:
+        from src.engine.launch.slurm import place_of_step
+
+        place, seconds = place_of_step(ranks.node, ranks.nodes), COMPOSE_TIMEOUT.total_seconds()
+        each = Place(ranks.rank, ranks.world_size, place.address, place.port)  # a rank here is what a node is elsewhere
+        store = _host_store(each)[0] if ranks.is_first else _join(each, seconds)
+    return PrefixStore(f"attempt_{ranks.restart_count}", store)
+
+
+def listen_towards(address: str) -> dict[str, str]:
+    """The environment in which gloo and NCCL listen on the interface that leads to `address`, unless it says otherwise.
+
+    gloo's own choice is the address of the host's name, which is often loopback.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the route
+            probe.connect((address, 9))
+            own = probe.getsockname()[0]
+    except OSError:
+        return {}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == own for entry in addresses):
+            if ipaddress.ip_address(own) == ipaddress.ip_address(LOOPBACK) and name not in ("lo", "lo0"):
+                return {}
+            variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            return {variable: os.environ.get(variable, name) for variable in variables}
+    return {}

@@ -1,0 +1,201 @@
+"""What ranks show each other through the store, once a second: where each is, and which has failed.
+
+In a thread of its own, because a store behind a cut link never answers, and never says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.engine.launch.failure import failure_files, write_failure
+from src.engine.machine.pulse import PHASES, pulse
+from src.engine.machine.ranks import Ranks, host_name, machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+TICK = 1.0  # seconds between two looks
+NODE_SILENT = 9.0  # seconds without a word from a node: it is dead, stopped, or cut off
+CAUSE = 5.0  # seconds for the word of why another rank has left
+TOLD = 3.0  # seconds for the store to take a word
+
+
+@dataclass
+class Sign:
+    """What a rank shows of itself."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    phase: int = 0
+    ticks: int = 0
+    machine: str = ""  # machine_id(): whose pid it is
+    node: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.phase
+
+    def __str__(self) -> str:
+        return f"{PHASES[self.phase]} of step {self.step}" if self.step else PHASES[self.phase]
+
+
+@dataclass
+class Signs:
+    """This rank's side of the exchange; `store` is a client of its own, None for the only rank."""
+
+    ranks: Ranks
+    store: Store | None
+    folder: Path
+    ticks: int = 0
+    alarm: bool = False  # a rank has fallen silent
+    failed: bool = False  # a rank has said that it has failed
+    gone: bool = False  # the store has closed, and with it node 0's launcher
+    answered_at: float = field(default_factory=time.monotonic)
+    _nodes: dict[int, Sign] = field(default_factory=dict)  # of each other node, the sign of its first rank
+    _moved_at: dict[int, float] = field(default_factory=dict)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        if self.store is not None:
+            threading.Thread(target=self._talk, name="signs", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def mine(self) -> Sign:
+        ranks = self.ranks
+        place = (pulse.step, pulse.phase, self.ticks)
+        return Sign(ranks.rank, host_name(), os.getpid(), *place, machine_id(), ranks.node)
+
+    def all(self) -> list[Sign]:
+        """Every rank's newest sign. Call it where the store answers."""
+        if self.store is None:
+            return [self.mine()]
+        keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
+        return [
+            Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(rank)
+            for rank, key in enumerate(keys)
+        ]
+
+    def silent_node(self) -> Sign | None:
+        """The sign of a node that has said nothing for NODE_SILENT seconds, None while all speak or there is only one."""
+        now = time.monotonic()
+        if self.ranks.nodes == 1:
+            return None
+        if self.ranks.node > 0 and (self.gone or now - self.answered_at > NODE_SILENT):
+            return self._nodes.get(0, Sign(0, node=0))
+        if now - self.answered_at > NODE_SILENT / 3:  # the store is late itself: no proof against others
+            return None
+        silent = [node for node, moved in self._moved_at.items() if now - moved > NODE_SILENT]
+        return self._nodes[silent[0]] if silent else None
+
+    def wait_for_cause(self) -> None:
+        """After a lost connection: the rank that left has said why, or its launcher has, or it is named as gone.
+
+        By the first rank of a node, for its own records.
+        """
+        until = time.monotonic() + CAUSE
+        while time.monotonic() < until and not self.gone and self.ranks.is_first_of_node:
+            if any(not json.loads(path.read_text())["is_echo"] for path in failure_files(self.folder)):
+                return
+            time.sleep(TICK / 4)
+        if self.store is None or self.gone or not self.ranks.is_first_of_node:
+            return
+        silent = [sign for sign in self._nodes.values() if time.monotonic() - self._moved_at[sign.node] > CAUSE / 2]
+        for sign in silent[:1]:
+            reason = (
+                f"node {sign.node} ({sign.host}): rank {sign.rank} left without a word; it was killed, or its node died"
+            )
+            write_failure(self.folder, lost_record(sign, self.ranks, reason, self.folder))
+
+    def forgive(self, seconds: float) -> None:
+        """This process was stopped for so long, and heard nobody."""
+        self.answered_at += seconds
+        self._moved_at = {node: moved + seconds for node, moved in self._moved_at.items()}
+
+    def _talk(self) -> None:
+        while not self._over.is_set():
+            self.ticks += 1
+            try:
+                self._exchange()
+            except RuntimeError:
+                self.gone = True
+                return
+            self.answered_at = time.monotonic()
+            self._over.wait(TICK)
+
+    def _exchange(self) -> None:
+        store, ranks = self.store, self.ranks
+        assert store is not None
+        word = json.dumps(asdict(self.mine()))
+        store.set(f"watchdog/{ranks.rank}", word)
+        self.alarm = self.alarm or store.check(["watchdog/alarm"])
+        if ranks.nodes > 1 and ranks.is_first_of_node:
+            store.set(f"node/{ranks.node}", word)
+            for node in set(range(ranks.nodes)) - {ranks.node}:
+                self._look_at(node, store)
+        if store.check(["failed"]):
+            if ranks.is_first_of_node:
+                fetch_failures(store, self.folder, ranks)
+            self.failed = True
+
+    def _look_at(self, node: int, store: Store) -> None:
+        if not store.check([f"node/{node}"]):
+            return  # it has not come yet: parallel.start_timeout is for that
+        sign = Sign(**json.loads(store.get(f"node/{node}")))
+        if node not in self._nodes or sign.ticks != self._nodes[node].ticks:
+            self._nodes[node], self._moved_at[node] = sign, time.monotonic()
+
+
+def lost_record(sign: Sign, ranks: Ranks, reason: str, folder: Path) -> dict[str, Any]:
+    """The record of a rank that cannot write one."""
+    return {
+        "rank": sign.rank,
+        "host": sign.host,
+        "attempt": ranks.restart_count,
+        "time": time.time(),
+        "status": "failed",
+        "reason": reason,
+        "exception": "NodeLost",
+        "traceback": None,
+        "log": str(folder / "logs" / f"rank_{sign.rank}.log"),
+        "is_echo": False,
+        "exit_code": 1,
+    }
+
+
+def publish_failure(store: Store, record: dict[str, Any]) -> None:
+    """Tell all nodes. The store counts who came first, because the clocks of two hosts differ."""
+
+    def tell() -> None:
+        with suppress(RuntimeError):
+            own = store.clone()
+            record["order"] = own.add("failures", 1)
+            own.set(f"failure/{record['rank']}", json.dumps(record))
+            own.set("failed", "")
+
+    _within(TOLD, tell)
+
+
+def fetch_failures(store: Store, folder: Path, ranks: Ranks) -> None:
+    """Write down what ranks of other nodes have told: their own files may be out of reach."""
+    for rank in range(ranks.world_size):
+        if store.check([f"failure/{rank}"]) and not (folder / "logs" / f"failure_rank_{rank}.json").exists():
+            write_failure(folder, json.loads(store.get(f"failure/{rank}")))
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """A call of a store behind a cut link does not return; this does."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)

@@ -1,0 +1,150 @@
+"""Several nodes are one run: who is who, what each of them has, and tensors that reach all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import in_ranks, resolved
+
+from src.engine.launch.nodes import Facts, fit_to_nodes
+from src.engine.machine.ranks import Ranks, ranks_from_environment, tasks_per_node
+from src.parallel.packing import as_bytes, pack, unpack
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def test_a_task_of_srun_knows_its_place() -> None:
+    assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
+
+
+def test_what_an_agent_says_counts_before_what_srun_says() -> None:
+    """One task per node, each of which starts ranks of its own."""
+    place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
+    assert ranks_from_environment(SRUN | TORCHRUN) == place
+    assert ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}) == place
+
+
+@pytest.mark.parametrize("one", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}])
+def test_one_task_is_an_ordinary_run(one: dict[str, str]) -> None:
+    assert ranks_from_environment(one) is None
+
+
+@pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
+def test_half_of_what_srun_says_is_refused_by_name(missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
+
+
+@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])])
+def test_slurm_s_way_to_count_tasks(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+def facts(*nodes: tuple[int, int, int]) -> list[Facts]:
+    """(ranks, cores, CUDA devices) of each node, one process each."""
+    return [
+        Facts(node, f"host{node}", ranks, list(range(cores)), [f"gpu{node}{index}" for index in range(devices)])
+        for node, (ranks, cores, devices) in enumerate(nodes)
+    ]
+
+
+def test_threads_follow_the_node_with_the_fewest_cores() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.threads_per_device = "auto"
+    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+    assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
+    asked.threads_per_device = 3
+    config.parallel.threads_per_device = 3
+    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+    assert config.parallel.threads_per_device == 3
+
+
+def test_tasks_of_srun_that_have_a_core_and_a_device_each_are_counted_together() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = "auto", "cuda", "nccl"
+    tasks = [Facts(0, "host", 2, [0, 1, 2], ["gpu0"]), Facts(0, "host", 2, [3, 4, 5], ["gpu1"])]
+    fit_to_nodes(config, asked, tasks)
+    assert config.parallel.threads_per_device == 3
+    with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
+        fit_to_nodes(config, asked, [tasks[0], tasks[0]])
+
+
+def test_a_node_without_the_devices_is_named() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.accelerator = "auto"
+    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
+        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
+    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
+    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
+        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
+
+
+STATE: dict[str, Any] = {
+    "model": {"weight": torch.arange(6.0).view(2, 3), "empty": torch.empty(0, 3), "half": torch.ones(3).bfloat16()},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.999), "params": [0]}]},
+    "scaler": None,
+    "progress": {"step": 3, "best": float("-inf")},
+    "flags": torch.tensor([True, False]),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def test_a_state_is_put_together_as_it_was() -> None:
+    tensors: list[torch.Tensor] = []
+    shape = pack(STATE, tensors)
+    sent = iter(tensors)
+
+    def receive(dtype: torch.dtype, size: list[int]) -> torch.Tensor:
+        tensor = torch.empty(size, dtype=dtype)
+        as_bytes(tensor).copy_(as_bytes(next(sent).contiguous()))
+        return tensor
+
+    assert same(STATE, unpack(shape, receive))
+
+
+def _share(ranks: Ranks, store: Store) -> bool:
+    from src.parallel import build_strategy
+
+    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
+    got = strategy.share_state(STATE if ranks.rank == 0 else None)
+    strategy.close()
+    return same(STATE, got)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_rank_0_s_state_reaches_the_other_ranks() -> None:
+    assert in_ranks(_share, 2) == [True, True]
