@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from src.engine.config.compose import compose_command
-from src.engine.record.jobs import read_jobs
+from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.points import expand
+from src.engine.sweep.search_page import write_search_page
 from src.engine.sweep.space import check_space, parse_space, read_space
 from src.engine.sweep.study import Follower
+from src.schema import Config, SearchConfig
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")
@@ -144,7 +147,7 @@ def test_failed_trials_are_rows_and_the_grid_is_tried_once(tmp_path: Path) -> No
     assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL"]
     result = json.loads((folder / jobs[0].folder / "result.json").read_text())
     assert trials[0].value == result["objective"]
-    assert "search.md" in done.stdout
+    assert "search.html" in done.stdout
     again = search(folder)
     assert [job.status for job in read_jobs(folder).jobs] == ["done", "not_finite"], again.stderr
 
@@ -186,7 +189,10 @@ def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:
     best = study(folder).best_trial
     page = (folder / "search.md").read_text()
     assert f"in trial {best.number}" in page
-    assert (folder / "search_history.png").exists()
+    html = (folder / "search.html").read_text()
+    assert f'in trial <a href="{best.number}/">' in html
+    assert html.count("<svg") >= 3
+    assert len(re.findall(r'\bid="([^"]+)"', html)) == len(set(re.findall(r'\bid="([^"]+)"', html))), "ids are unique"
 
 
 @pytest.mark.slow
@@ -212,3 +218,29 @@ def test_side_by_side_killed_and_resumed_every_trial_is_had_once(tmp_path: Path)
     assert {job.status for job in jobs} <= {"done", "pruned"}
     if len(os.sched_getaffinity(0)) > 1:
         assert any(read_result(folder / job.folder).neighbours for job in jobs)
+
+
+def test_the_page_shows_the_best_and_how_the_others_ended(tmp_path: Path) -> None:
+    import optuna
+
+    jobs, searched = Jobs(tmp_path, "", []), optuna.create_study(direction="maximize")
+    ends = [("done", 0.5, ""), ("pruned", None, "worse than the median"), ("done", 0.9, ""), ("failed", None, "<b>|")]
+    for number, (status, value, reason) in enumerate(ends):
+        trial = searched.ask()
+        trial.suggest_float("optim.lr", 1e-4, 1e-2, log=True)
+        trial.report(0.1 * number, 1)
+        pruned, state = status == "pruned", optuna.trial.TrialState
+        searched.tell(trial, value) if value else searched.tell(trial, state=state.PRUNED if pruned else state.FAIL)
+        jobs.jobs.append(
+            Job(number, "", str(number), [f"optim.lr={number}"], status=status, reason=reason, seconds=1.0)
+        )
+    config = Config(search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe"))
+    html = write_search_page(jobs, searched, config).read_text()
+    assert 'Best: val/acc_best 0.9000 in trial <a href="2/">2</a>' in html
+    assert "python train.py optim.lr=2" in html
+    assert html.index(">2</a></td>") < html.index(">0</a></td>"), "the best first"
+    assert "worse than the median" in html
+    assert "&lt;b&gt;|" in html
+    assert "COMPLETE" in html and "PRUNED" in html and "FAIL" in html, "the plot of all trials names how they ended"
+    assert len(re.findall(r"<figure", html)) == 4, "four values are too few for importances"
+    assert "\\|" in (tmp_path / "search.md").read_text()

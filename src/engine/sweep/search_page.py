@@ -1,21 +1,36 @@
-"""`search.md` at the end of a search: the best trial and its command, every trial, and two plots."""
+"""`search.html` and `search.md` at the end of a search: the best trial and its command, plots, and every trial."""
 
 from __future__ import annotations
 
+import re
 import shlex
-import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.engine.machine.files import write_text
-from src.engine.record.jobs import Jobs
+from src.engine.record.jobs import Job, Jobs
 from src.schema import Config
 
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
-LEAST_FOR_IMPORTANCE = 6  # with fewer values the ranking is noise
+NUM_BEST = 10
+REPORT = Path(__file__).parents[1] / "report" / "report.html.j2"
+
+
+@dataclass
+class Row:
+    """A trial as text."""
+
+    number: int
+    folder: str  # empty before it has one
+    value: str
+    status: str
+    seconds: str
+    values: list[str]  # of the searched keys
+    reason: str
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
@@ -27,69 +42,97 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
-    """Write search.md, and its plots beside it as PNG; returns the path of search.md."""
-    counts = ", ".join(f"{count} {status}" for status, count in jobs.counts().items())
+    """Write search.html and search.md; returns the path of search.html."""
     settings, metric = config.search, config.optimized_metric
-    lines = [f"# Search for the {'highest' if settings.direction == 'maximize' else 'lowest'} {metric}", ""]
-    lines += [f"{settings.sampler} sampler, {settings.pruner} pruner, seed {settings.seed}: {counts}.", ""]
+    keys = [key.lstrip("+") for key in settings.params]
+    trials = _rows(jobs, study, keys)
     best = best_trial(study)
-    if best is None:
-        lines += ["No trial has a value yet.", ""]
-    else:
-        job = jobs.jobs[best.number]
-        lines += [f"Best: **{metric} {best.value:.4f}** in trial {job.id} ([{job.folder}]({job.folder}/))", ""]
-        lines += ["    " + shlex.join(["python", "train.py", *job.overrides]), ""]
-    lines += [f"![{caption}]({name})\n" for name, caption in _draw(jobs.folder, study, metric)]
-    lines += [f"| trial | {metric} | status | seconds | {' | '.join(settings.params)} | reason |"]
-    lines += ["| ---: | ---: | --- | ---: |" + " ---: |" * len(settings.params) + " --- |"]
-    lines += _rows(jobs, study, [key.lstrip("+") for key in settings.params])
-    url = "<search.storage>" if settings.storage else f"sqlite:///{jobs.folder}/study.db"
-    lines += ["", f"Live, from any shell: `pip install optuna-dashboard && optuna-dashboard {url}`", ""]
-    path = jobs.folder / "search.md"
-    write_text(path, "\n".join(lines))
+    done = sorted(
+        (trial for trial in trials if trial.value),
+        key=lambda trial: float(trial.value),
+        reverse=settings.direction == "maximize",
+    )
+    page = {
+        "metric": metric,
+        "aim": "highest" if settings.direction == "maximize" else "lowest",
+        "counts": ", ".join(f"{count} {status}" for status, count in jobs.counts().items()),
+        "settings": f"{settings.sampler} sampler, {settings.pruner} pruner, seed {settings.seed}, {_at_a_time(config)}",
+        "keys": keys,
+        "best": None if best is None else trials[best.number],
+        "command": "" if best is None else shlex.join(["python", "train.py", *jobs.jobs[best.number].overrides]),
+        "top": done[:NUM_BEST],
+        "trials": trials,
+        "unfinished": [trial for trial in trials if trial.status != "done"],
+        "url": "<search.storage>" if settings.storage else f"sqlite:///{jobs.folder.resolve()}/study.db",
+    }
+    write_text(jobs.folder / "search.md", _markdown(page))
+    path = jobs.folder / "search.html"
+    write_text(path, _html(page, study))
     return path
 
 
-def _rows(jobs: Jobs, study: optuna.Study, keys: list[str]) -> list[str]:
+def _at_a_time(config: Config) -> str:
+    number = config.search.n_jobs
+    return "one at a time" if number == 1 else "side by side" if number == "auto" else f"{number} at a time"
+
+
+def _rows(jobs: Jobs, study: optuna.Study, keys: list[str]) -> list[Row]:
     trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
-    rows = []
-    for job in jobs.jobs:
-        trial = trials.get(job.id)
-        value = trial.value if trial is not None and job.status == "done" else None
-        params = trial.params if trial is not None else {}
-        cells = [
-            str(job.id) if job.status == "waiting" else f"[{job.id}]({job.folder}/)",
-            "" if value is None else f"{value:.4f}",
-            job.status,
-            "" if job.seconds is None else f"{job.seconds:.1f}",
-            *(f"{params[key]:.4g}" if isinstance(params.get(key), float) else str(params.get(key, "")) for key in keys),
-            job.reason.replace("|", "\\|").replace("\n", " "),
+    return [_row(job, trials.get(job.id), keys) for job in jobs.jobs]
+
+
+def _row(job: Job, trial: FrozenTrial | None, keys: list[str]) -> Row:
+    value = trial.value if trial is not None and job.status == "done" else None
+    params = trial.params if trial is not None else {}
+    return Row(
+        number=job.id,
+        folder="" if job.status == "waiting" else job.folder,
+        value="" if value is None else f"{value:.4f}",
+        status=job.status,
+        seconds="" if job.seconds is None else f"{job.seconds:.1f}",
+        values=[f"{params[k]:.4g}" if isinstance(params.get(k), float) else str(params.get(k, "")) for k in keys],
+        reason=" ".join(job.reason.split()),
+    )
+
+
+def _html(page: dict[str, Any], study: optuna.Study) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    from src.engine.sweep.search_plots import draw_study
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    style = re.search(r"<style>(.*?)</style>", REPORT.read_text(encoding="utf-8"), re.DOTALL)
+    assert style is not None, "the report's page holds the style of both"
+    plots = [
+        (caption, Markup(svg)) for caption, svg in draw_study(study, page["metric"])
+    ]  # matplotlib escaped its text
+    return environment.get_template("search.html.j2").render(style=Markup(style.group(1)), plots=plots, **page)
+
+
+def _markdown(page: dict[str, Any]) -> str:
+    """For a terminal: no plots."""
+    lines = [f"# Search for the {page['aim']} {page['metric']}", "", f"{page['counts']}. {page['settings']}.", ""]
+    if page["best"] is None:
+        lines += ["No trial has a value yet.", ""]
+    else:
+        best = page["best"]
+        lines += [
+            f"Best: **{page['metric']} {best.value}** in trial {best.number} ([{best.folder}]({best.folder}/))",
+            "",
         ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def _draw(folder: Path, study: optuna.Study, metric: str) -> list[tuple[str, str]]:
-    """(file name, caption) of each plot that there are values for."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from optuna.trial import TrialState
-    from optuna.visualization import matplotlib as plots
-
-    values = {trial.value for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])}
-    drawn = []
-    with warnings.catch_warnings(), matplotlib.rc_context({"font.size": 9, "figure.figsize": (7, 4)}):
-        warnings.simplefilter("ignore")  # these plots are experimental, since version 2.2
-        if values:
-            axes = plots.plot_optimization_history(study, target_name=metric)
-            drawn.append((axes, "search_history.png", f"{metric} of each trial, and the best so far"))
-        if len(values) >= LEAST_FOR_IMPORTANCE:  # of different values: all the same, there is nothing to explain
-            axes = plots.plot_param_importances(study, target_name=metric)
-            drawn.append((axes, "search_importance.png", f"share of each key in how much {metric} varies (fANOVA)"))
-        for axes, name, _ in drawn:
-            figure = axes.get_figure(root=True)
-            assert figure is not None
-            figure.savefig(folder / name, dpi=120, bbox_inches="tight")
-            matplotlib.pyplot.close(figure)
-    return [(name, caption) for _, name, caption in drawn]
+        lines += ["    " + page["command"], ""]
+    lines += [f"| trial | {page['metric']} | status | seconds | {' | '.join(page['keys'])} | reason |"]
+    lines += ["| ---: | ---: | --- | ---: |" + " ---: |" * len(page["keys"]) + " --- |"]
+    for trial in page["trials"]:
+        number = f"[{trial.number}]({trial.folder}/)" if trial.folder else str(trial.number)
+        cells = [number, trial.value, trial.status, trial.seconds, *trial.values, trial.reason.replace("|", "\\|")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"Live, from any shell: `pip install optuna-dashboard && optuna-dashboard {page['url']}`", ""]
+    return "\n".join(lines)
