@@ -9,7 +9,6 @@ stream, in which no image has a number, so that no epoch could be told from anot
 
 from __future__ import annotations
 
-import os
 import re
 import tarfile
 from dataclasses import dataclass, field
@@ -58,11 +57,9 @@ class TarSplit:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, offset = self.tars[self.tar[index]], int(self.offset[index])
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            encoded = os.pread(descriptor, int(self.size[index]), offset)
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", buffering=0) as tar:
+            tar.seek(offset)
+            encoded = tar.read(int(self.size[index]))
         return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from src.engine.machine.hardware import Utilisation
+from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
 from src.parallel.forward import ModelAndLoss
@@ -124,9 +123,7 @@ class Single:
                 for device, share in zip(self.devices, self._utilisation.means(), strict=True)
             ]
         else:
-            unit = 1 if os.uname().sysname == "Darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak}]
+            own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak_memory()}]
         return [entry for entries in self.gather(own) for entry in entries]
 
     def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from src.data.augment import Preprocessing
 from src.engine.machine.files import write_text
+from src.engine.machine.platform import sync
 from src.engine.record.result import read_result
 from src.training import checkpoint
 from src.training.loop import Progress, Trainee
@@ -215,9 +216,9 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         temporary.unlink(missing_ok=True)
         write(temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -228,14 +229,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_of(path: Path) -> int:

@@ -7,6 +7,7 @@ import os
 import shutil
 
 from src.engine.machine import hardware
+from src.engine.machine.platform import WINDOWS, backend_for
 from src.schema import Config, global_batch
 
 DEFAULT_BATCH_SIZE = 64
@@ -30,7 +31,7 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
-        parallel.backend = "nccl" if parallel.accelerator == "cuda" else "gloo"
+        parallel.backend = backend_for(parallel.accelerator)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
         config.data.batch_size = DEFAULT_BATCH_SIZE
     _check_batch(config)
@@ -77,6 +78,8 @@ def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
 
 def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
     parallel = config.parallel
+    if parallel.backend == "nccl" and WINDOWS:
+        raise ValueError("parallel.backend=nccl: NCCL does not exist for Windows; use gloo, or run under WSL 2")
     if parallel.accelerator == "cuda":
         if cuda == 0:
             raise ValueError("parallel.accelerator=cuda: no CUDA device is visible here; use cpu or auto")

@@ -12,6 +12,7 @@ from typing import Any
 
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_json
+from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
 from src.schema import Config, global_batch
 
@@ -82,7 +83,7 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
             continue
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
         status = "failed"
-        if code == -signal.SIGKILL and ended.oom_kills:
+        if code == -KILL and ended.oom_kills:
             status, how = (
                 "out_of_memory",
                 "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers",

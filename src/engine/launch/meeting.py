@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from src.engine.machine.platform import WINDOWS
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Ranks, host_name
 
@@ -113,7 +114,14 @@ def _host_store(place: Place) -> tuple[Store, int]:
             f"{place.address}:{place.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
         ) from None
     port = listener.getsockname()[1]
-    store = TCPStore(place.address, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
+    store = TCPStore(
+        place.address,
+        port,
+        is_master=True,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=not WINDOWS,
+    )
     return store, port
 
 
@@ -125,7 +133,13 @@ def _join(place: Place, timeout: float) -> Store:
     while time.monotonic() < until:
         try:
             socket.create_connection((place.address, place.port), timeout=5).close()
-            store = TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=timeout))
+            store = TCPStore(
+                place.address,
+                place.port,
+                is_master=False,
+                timeout=timedelta(seconds=timeout),
+                use_libuv=not WINDOWS,
+            )
             if store.add(f"joined/{place.node}", 1) == 1:
                 store.set(f"host/{place.node}", host_name())
                 return store

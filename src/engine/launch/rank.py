@@ -16,10 +16,11 @@ from src.engine.launch.failure import describe, write_failure
 from src.engine.launch.meeting import open_store
 from src.engine.launch.signs import Signs, publish_failure
 from src.engine.launch.watchdog import Watchdog
+from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import die_with_parent
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import HidingFormatter
-from src.engine.machine.signals import STOP_SIGNALS, Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
+from src.engine.machine.signals import Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
 from src.schema import Config
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from types import FrameType
 from src.engine.config.compose import ROOT
 from src.engine.launch.meeting import Meeting, Place, listen_towards, register_backend
 from src.engine.machine import hardware
+from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
 from src.engine.machine.process import imports_without_collector, no_survivors, process_started_at
-from src.engine.machine.signals import STOP_SIGNALS
 from src.schema import Config
 
 SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
@@ -66,7 +66,8 @@ def _environment(config: Config) -> dict[str, str]:
     path = with_project_on_path(os.environ)["PYTHONPATH"]
     threads = str(config.parallel.threads_per_device)
     started = str(process_started_at(os.getpid()))
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
+    variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
+    return variables | ({"USE_LIBUV": "0"} if WINDOWS else {})  # torch's store there is built without it
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,8 +83,7 @@ def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
 
     def forward(number: int, frame: FrameType | None) -> None:
         ended.signal = ended.signal or number
-        if child.poll() is None:
-            child.send_signal(number)
+        pass_on(number, child)
 
     with _signal_handlers(forward):
         while True:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import write_failure
 from src.engine.launch.signs import NODE_SILENT, TICK, Sign, Signs, lost_record, publish_failure
+from src.engine.machine.platform import KILL
 from src.engine.machine.pulse import pulse
 from src.engine.machine.ranks import Ranks
 from src.schema import ParallelConfig
@@ -186,7 +187,7 @@ def _at_a_debugger() -> bool:
 
 def _kill(pid: int) -> None:
     """SIGABRT first: faulthandler then writes the stacks of a rank that is stuck in native code."""
-    for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
+    for number, pause in ((signal.SIGABRT, 1.0), (KILL, 0.0)):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
         time.sleep(pause)

@@ -6,13 +6,14 @@ So a dead owner's lock blocks nobody, on whatever machine it died, and no heartb
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from src.engine.machine.platform import lock
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
@@ -26,7 +27,8 @@ def own(folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            (folder / NAME).unlink(missing_ok=True)
+            with suppress(PermissionError):  # Windows removes no open file; a lock that nobody holds blocks nobody
+                (folder / NAME).unlink(missing_ok=True)
             os.close(descriptor)
 
 
@@ -46,7 +48,7 @@ def _take(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except OSError as error:
             owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
             os.close(descriptor)

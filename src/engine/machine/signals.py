@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from src.engine.machine.platform import STOP_SIGNALS
+
 ECHO_SECONDS = 0.5  # one Ctrl-C may arrive twice: from the terminal and from the agent
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(BaseException):
@@ -50,7 +49,8 @@ def exit_after_stop_signal(seconds: float) -> None:
     see the signal; the C-level handler writes to this pipe at once.
     """
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    if hasattr(os, "set_blocking"):  # Windows got it with Python 3.12, and does not ask for it
+        os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def watch() -> None:

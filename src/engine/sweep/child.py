@@ -12,6 +12,7 @@ from pathlib import Path
 from src.engine.launch.job import job_command
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, memory
+from src.engine.machine.platform import KILL
 from src.engine.machine.process import die_with_parent
 from src.engine.record.jobs import Job, now
 from src.engine.record.result import Result, read_result, write_result
@@ -98,7 +99,7 @@ class Child:
             return "pruned", self._pruned
         if stopped_by is not None:
             return "interrupted", f"stopped by {signal.Signals(stopped_by).name} before it had begun"
-        if self._exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
+        if self._exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "its launcher was killed by the kernel, which ran out of memory"
         return "failed", f"exit code {self._exit_code()}, and {error}"
 

@@ -14,7 +14,7 @@ from src.engine.config.compose import freeze, read_frozen
 from src.engine.machine import memory
 from src.engine.machine.files import claim_folder
 from src.engine.machine.lock import own
-from src.engine.machine.signals import STOP_SIGNALS
+from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.record.jobs import Job, Jobs, config_hash
 from src.engine.record.result import Result
 from src.engine.sweep.board import Board

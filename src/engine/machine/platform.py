@@ -1,0 +1,77 @@
+"""What some systems lack or do otherwise, in one place: nobody else asks for names that only Unix has.
+
+Windows has no fcntl, resource, SIGHUP, SIGUSR1, SIGUSR2 or SIGKILL, syncs no folder, and has no NCCL. What is missing is
+recognised by its absence, so that a test on Linux can hide it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+WINDOWS = sys.platform == "win32"
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows os.kill ends a process with whatever number it is given
+
+
+def lock(descriptor: int) -> None:
+    """Take the file for as long as this process holds it. Errors: OSError, EACCES or EWOULDBLOCK when another has it."""
+    try:
+        import fcntl
+    except ImportError:
+        _lock_byte(descriptor)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_byte(descriptor: int) -> None:
+    """On Windows nobody can read what is locked, so the lock lies beyond the text that names the owner."""
+    try:
+        import msvcrt
+    except ImportError:
+        raise OSError("neither fcntl nor msvcrt is here") from None
+    os.lseek(descriptor, 2**20, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk; Windows opens no folder and keeps its entries by itself."""
+    if WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held so far."""
+    try:
+        import resource
+    except ImportError:
+        held = psutil.Process().memory_info()
+        return int(getattr(held, "peak_wset", held.rss))
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def pass_on(number: int, child: subprocess.Popen[bytes]) -> None:
+    """Hand a stop signal to a child. On Windows a Ctrl-C has reached it already, and nothing else can be sent."""
+    if child.poll() is None and not (WINDOWS and number == signal.SIGINT):
+        child.send_signal(number)
+
+
+def backend_for(accelerator: str) -> str:
+    """The process group's backend where nobody has chosen one."""
+    return "nccl" if accelerator == "cuda" and not WINDOWS else "gloo"
