@@ -190,8 +190,12 @@ class ClusterConfig:
 class SweepConfig:
     """Only read with --multirun."""
 
-    repeats: int = number(1, least=1)  # of every point, for the spread of its figures
-    shuffle: bool | None = None  # order of the jobs; None: shuffled when there are repeats, against drift
+    # blocks: each runs every point once, with the seed + its number; auto: until `precision` or `max_repeats` is reached
+    repeats: int | str = 1
+    precision: float = number(0.05, above=0)  # auto: half the 95 % interval of each ratio that the report states
+    max_repeats: int = number(10, least=2)  # auto: blocks at the most
+    smallest_difference: float = number(0.03, above=0, most=1)  # in speed that matters to you; below it "does not hold"
+    shuffle: bool | None = None  # draw each block's order anew; None: where there are repeats, against drift
     resume: str | None = None  # a sweep folder: run what is missing or failed
     dry_run: bool = False  # print the jobs with their derived values, and leave
     jobs: int | str = 1  # side by side, each on devices of its own; auto: as many as there are devices for

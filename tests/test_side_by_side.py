@@ -23,10 +23,11 @@ from src.engine.machine.hardware import CudaDevice
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep import child
+from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.devices import devices_here, jobs_at_a_time, need_of, share_of
 from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.points import Point, expand
-from src.engine.sweep.sweep import Sweep, freeze_jobs
+from src.engine.sweep.sweep import Sweep
 from src.schema import Config, SweepConfig
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +202,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:
-    return freeze_jobs(folder, points(*overrides), SweepConfig(), seed=1)
+    return freeze_jobs(folder, points(*overrides), SweepConfig())
 
 
 def ran(jobs: Jobs, job: Job) -> dict[str, Any]:

@@ -14,8 +14,11 @@ import psutil
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from src.engine.config.compose import read_frozen
 from src.engine.record.jobs import read_jobs
+from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import expand
+from src.schema import SweepConfig
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epochs=0", "data.limit_train=128")
@@ -61,26 +64,9 @@ def test_what_can_never_be_right_refuses_the_whole_sweep(overrides: list[str]) -
 
 def test_editing_yaml_changes_nothing_queued(tmp_path: Path) -> None:
     """Jobs run from the config.yaml in their folder; nothing reads conf/ any more."""
-    from src.engine.config.compose import read_frozen
-    from src.engine.sweep.sweep import freeze_jobs
-    from src.schema import SweepConfig
-
-    found = points("optim.lr=1e-3,1e-4")
-    jobs = freeze_jobs(tmp_path, found, SweepConfig(), seed=1)
+    jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
     assert [read_frozen(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
-
-
-def test_repeats_are_shuffled_by_the_seed(tmp_path: Path) -> None:
-    from src.engine.sweep.sweep import freeze_jobs
-    from src.schema import SweepConfig
-
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        freeze_jobs(tmp_path / name, points("optim.lr=1,2,3"), SweepConfig(repeats=4), seed)
-    order = {name: [(job.name, job.repeat) for job in read_jobs(tmp_path / name).jobs] for name in "abc"}
-    assert order["a"] == order["b"] != order["c"]
-    assert sorted(order["a"]) == sorted(order["c"])
-    assert order["a"] != sorted(order["a"])
+    assert jobs.baseline_repeated == []
 
 
 @pytest.mark.processes

@@ -27,9 +27,9 @@ from src.engine.launch.rank import keep_compiled_code_private
 from src.engine.machine.files import write_json, write_text
 from src.engine.machine.ranks import NEEDED
 from src.engine.machine.secrets import HidingFormatter, hide, hide_in, is_secret_key, is_secret_variable, mask
+from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import expand
 from src.engine.sweep.space import freeze_search, read_space
-from src.engine.sweep.sweep import freeze_jobs
 from src.schema import Config, DataConfig, ModelConfig
 from src.training import checkpoint
 

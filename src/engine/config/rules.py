@@ -88,6 +88,7 @@ def _numbers_or_auto(config: Config) -> None:
         ("data.workers", config.data.workers, 0),
         ("sweep.jobs", config.sweep.jobs, 1),
         ("search.n_jobs", config.search.n_jobs, 1),
+        ("sweep.repeats", config.sweep.repeats, 1),
     ):
         if value != "auto" and (isinstance(value, str) or value < least):
             raise ValueError(f"{key}={value}: give auto or a whole number from {least}")

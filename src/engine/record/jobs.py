@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from src.engine.machine.files import write_json
 
@@ -23,8 +24,10 @@ class Job:
     id: int
     name: str
     folder: str  # below the sweep folder
-    overrides: list[str]
-    repeat: int = 0
+    overrides: list[str]  # equal in all blocks of one point
+    block: int | None = 0  # of the sweep's blocks; None: a run of the baseline before the first or after the last
+    seed: int | None = None  # the first block's plus `block`
+    position: int = 0  # in run order
     config_hash: str = ""
     status: str = "waiting"  # waiting, running, or a status of result.json
     reason: str = ""
@@ -42,10 +45,17 @@ class Jobs:
     jobs: list[Job]
     created: str = field(default_factory=lambda: now())
     status: str = "running"  # running, done, interrupted
+    order_seed: int | None = None  # of the blocks' orders, drawn for this sweep; None: the order as written
+
+    @property
+    def baseline_repeated(self) -> list[int]:
+        """The jobs that ran the baseline once more, first and last: they belong to no block."""
+        return [job.id for job in self.jobs if job.block is None]
 
     def write(self) -> None:
         jobs = [dataclasses.asdict(job) for job in self.jobs]
         head = {"format": FORMAT, "command": self.command, "created": self.created, "status": self.status}
+        head |= {"order_seed": self.order_seed, "baseline_repeated": self.baseline_repeated}
         write_json(self.folder / "jobs.json", {**head, "jobs": jobs})
 
     def counts(self) -> dict[str, int]:
@@ -73,12 +83,20 @@ def read_jobs(folder: Path) -> Jobs:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] > FORMAT:
             raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({FORMAT})")
-        jobs = [Job(**job) for job in values["jobs"]]
+        known = {entry.name for entry in dataclasses.fields(Job)}
+        jobs = [
+            Job(**{key: value for key, value in job.items() if key in known}) for job in map(_today, values["jobs"])
+        ]
     except FileNotFoundError:
         raise ValueError(f"{folder}: not a sweep folder (it has no jobs.json)") from None
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged, or not of this project ({error})") from None
-    return Jobs(folder, values["command"], jobs, values["created"], values["status"])
+    return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
+
+
+def _today(job: dict[str, Any]) -> dict[str, Any]:
+    """A job as it is written now; its block was once its `repeat`."""
+    return {"block": job.get("repeat", 0), "position": job["id"], **job}
 
 
 def config_hash(path: Path) -> str:

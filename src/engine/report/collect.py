@@ -65,7 +65,7 @@ def _read_run(folder: Path, root: Path, job: Job | None) -> Run:
         folder=folder,
         status=status,
         reason=" ".join(reason.split()),
-        repeat=job.repeat if job else 0,
+        repeat=job.block or 0 if job else 0,
         overrides=tuple(job.overrides) if job else (),
         result=result,
         config=_read_config(folder / "config.yaml"),

@@ -155,7 +155,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> Non
         raise ValueError(
             f"search.pruner={settings.pruner}: {metric} is known at a trial's end only; set search.pruner=none"
         )
-    if config.sweep.dry_run or config.sweep.repeats > 1:
+    if config.sweep.dry_run or config.sweep.repeats != 1:
         key = "dry_run=true" if config.sweep.dry_run else f"repeats={config.sweep.repeats}"
         raise ValueError(f"sweep.{key}: not with a search, which chooses its trials as it goes")
     if not space:

@@ -1,8 +1,7 @@
-"""A sweep: every point frozen first, then run in processes of its own, one at a time or side by side; then the report."""
+"""A sweep: every point frozen first, then run in processes of its own, in blocks where there are repeats; then the report."""
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 from src.engine.config.compose import Command, read_frozen
 from src.engine.machine.files import claim_folder
-from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
+from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
+from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
 from src.engine.sweep.board import show_points
 from src.engine.sweep.devices import jobs_at_a_time
-from src.engine.sweep.points import Point, expand, given
-from src.engine.sweep.runner import Runner, freeze_job, say_stopped
+from src.engine.sweep.points import expand, given
+from src.engine.sweep.runner import Runner, say_stopped
 from src.engine.sweep.space import FROZEN
-from src.schema import DataConfig, SweepConfig
+from src.schema import DataConfig
 
 
 def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None]) -> int:
@@ -42,29 +42,13 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     else:
         if all(point.reason for point in points):
             raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
+        check_blocks(points, settings)
         most = jobs_at_a_time(
             "sweep.jobs", settings.jobs, [point.config for point in points if not point.reason], command.config
         )
         folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
-        jobs = freeze_jobs(folder, points, settings, command.config.seed)
+        jobs = freeze_jobs(folder, points, settings)
     return Sweep(jobs, most).run()
-
-
-def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, seed: int) -> Jobs:
-    """Write every job's config into its folder and the list of jobs beside them: nothing queued changes any more."""
-    repeated = [(point, repeat) for repeat in range(settings.repeats) for point in points]
-    if settings.shuffle if settings.shuffle is not None else settings.repeats > 1:
-        random.Random(seed).shuffle(repeated)  # so that a drifting machine does not favour the points that come first
-    common = set.intersection(*(set(point.overrides) for point in points))
-    jobs = new_jobs(folder)
-    for number, (point, repeat) in enumerate(repeated):
-        subdir = point.subdir if settings.repeats == 1 else f"{point.subdir}_repeat_{repeat}"
-        name = ",".join(override for override in point.overrides if override not in common) or "the only point"
-        job = Job(number, name, subdir, point.overrides, repeat)
-        freeze_job(folder, job, point)
-        jobs.jobs.append(job)
-    jobs.write()
-    return jobs
 
 
 def reopen(folder: Path) -> Jobs:
@@ -95,8 +79,13 @@ class Sweep:
     def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
         """`most`: jobs at a time; None: as many as there are devices for."""
         self.jobs, self.most = jobs, most
+        self.settings = read_frozen(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
 
     def waiting(self) -> list[Job]:
+        """Of `sweep.repeats=auto`, once all have ended, also of a further block as long as one is wanted."""
+        if self.settings.repeats == "auto" and not any(job.status in UNFINISHED for job in self.jobs.jobs):
+            more = append_block if wants_block(self.jobs, self.settings) else append_baseline
+            more(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 
     def watch(self, job: Job) -> None:

@@ -1,0 +1,185 @@
+"""Randomised complete blocks: a block runs every point once, in an order drawn anew and with a seed of its own.
+
+So a drifting machine favours no point, accuracies are paired within a block and independent between blocks, and what
+blocks differ by can be taken out of a comparison (Fisher 1935, The Design of Experiments). One more run of the baseline
+before the first block and one after the last belong to no block: they warm the machine up, and show how far it drifted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.engine.config.rules import check_values
+from src.engine.machine.files import claim_folder, write_text
+from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
+from src.engine.record.result import read_result
+from src.engine.sweep.points import Point
+from src.engine.sweep.runner import freeze_job
+from src.schema import SweepConfig
+
+if TYPE_CHECKING:
+    from src.engine.report.statistics import Contrast
+
+FEWEST = 3  # blocks of sweep.repeats=auto: fewer leave the intervals too few degrees of freedom to be of use
+
+
+def first_blocks(settings: SweepConfig) -> int:
+    """How many blocks there are for certain."""
+    return min(FEWEST, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
+
+
+def is_repeated(settings: SweepConfig) -> bool:
+    return settings.repeats != 1
+
+
+def check_blocks(points: list[Point], settings: SweepConfig) -> None:
+    """Errors: ValueError when the blocks cannot have seeds of their own."""
+    if not is_repeated(settings):
+        return
+    seeds = {point.config.seed for point in points}
+    if len(seeds) > 1:
+        raise ValueError(
+            f"sweep.repeats={settings.repeats}: block b has the seed + b, but seed is swept; leave one of the two out"
+        )
+    most = settings.max_repeats if settings.repeats == "auto" else int(settings.repeats)
+    check_values(dataclasses.replace(points[0].config, seed=max(seeds) + most - 1))
+
+
+def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
+    """Write every job's config into its folder and the list of jobs beside them: nothing queued changes any more.
+
+    `order_seed` is drawn unless given.
+    """
+    repeated = is_repeated(settings)
+    shuffled = repeated if settings.shuffle is None else settings.shuffle
+    jobs = new_jobs(folder)
+    jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
+    common = set.intersection(*(set(point.overrides) for point in points))
+    first = []
+    for point in points:
+        name = ",".join(override for override in point.overrides if override not in common) or "the only point"
+        subdir = f"{point.subdir}_block_0" if repeated else point.subdir
+        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed))
+        freeze_job(folder, first[-1], point)
+    baseline = _baseline(first, points) if repeated else None
+    if baseline is not None:
+        _append(jobs, [_copy(jobs, baseline, None, "baseline_first")])
+    _append(jobs, in_order(jobs.order_seed, 0, first))
+    for _ in range(1, first_blocks(settings)):
+        append_block(jobs)
+    if baseline is not None and settings.repeats != "auto":
+        append_baseline(jobs)
+    jobs.write()
+    return jobs
+
+
+def _baseline(jobs: list[Job], points: list[Point]) -> Job | None:
+    """What the sweep watches the machine by: the first point of single that can run here, else the first of any."""
+    can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
+    single = (job for job, point in can_run if point.config.parallel.strategy == "single")
+    return next(single, can_run[0][0] if can_run else None)
+
+
+def append_block(jobs: Jobs) -> None:
+    """One more block, of the points that could run in the first; of `sweep.repeats=auto`, of those that have run."""
+    first = [job for job in jobs.jobs if job.block == 0]
+    block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
+    again = [job for job in first if job.status in ("waiting", "done")]
+    copies = [_copy(jobs, job, block, job.folder.replace("_block_0", f"_block_{block}", 1)) for job in again]
+    _append(jobs, in_order(jobs.order_seed, block, copies))
+
+
+def append_baseline(jobs: Jobs) -> None:
+    """The baseline once more: the last job of a sweep that began with it."""
+    first = jobs.jobs[0]
+    if first.block is None and jobs.jobs[-1].block is not None:
+        _append(jobs, [_copy(jobs, first, None, "baseline_last")])
+
+
+def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
+    """Of `sweep.repeats=auto`, all blocks run: whether an interval is still wider than `precision` allows."""
+    from src.engine.report.statistics import contrasts  # takes a while to import, and only this needs it
+
+    if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
+        return False
+    done = [(job, read_result(jobs.folder / job.folder)) for job in jobs.jobs if job.status == "done"]
+    rows = [(_point(job), job.block, result.throughput.get("images_per_sec") or 0) for job, result in done]
+    pairs = _pairs({_point(job): (_rest(job), result.strategy, result.devices) for job, result in done})
+    return any(_reach(contrast) > settings.precision for contrast in contrasts(rows, pairs))
+
+
+def _pairs(points: dict[str, tuple[str, str, int]]) -> list[tuple[str, str]]:
+    """What a report compares: every point with single, and ddp with dp on as many devices, all else alike.
+
+    `points`: name -> what it is besides strategy and devices, strategy, devices.
+    """
+    found = []
+    for a, (rest, strategy, devices) in points.items():
+        to_single = strategy != "single" and (rest, "single", 1)
+        to_dp = strategy == "ddp" and (rest, "dp", devices)
+        found += [(a, b) for b, other in points.items() if other in (to_single, to_dp)]
+    return found
+
+
+def _point(job: Job) -> str:
+    return " ".join(job.overrides)
+
+
+def _rest(job: Job) -> str:
+    return " ".join(word for word in job.overrides if word.partition("=")[0] not in ("parallel", "parallel.devices"))
+
+
+def _reach(contrast: Contrast) -> float:
+    """How far the interval of a ratio reaches from it, as a share of it."""
+    if contrast.ratio is None or contrast.low is None or contrast.high is None:
+        return math.inf
+    return max(contrast.high / contrast.ratio, contrast.ratio / contrast.low) - 1
+
+
+def in_order(order_seed: int | None, block: int, jobs: list[Job]) -> list[Job]:
+    """The jobs in the order in which their block runs them; as written where nothing is shuffled."""
+    drawn = list(jobs)
+    if order_seed is not None:
+        random.Random(f"{order_seed} {block}").shuffle(drawn)
+    return drawn
+
+
+def _append(jobs: Jobs, more: list[Job]) -> None:
+    for job in more:
+        job.id = job.position = len(jobs.jobs)
+        jobs.jobs.append(job)
+
+
+def _copy(jobs: Jobs, source: Job, block: int | None, subdir: str) -> Job:
+    """A job as an earlier one was frozen, text by text, but for its seed: composing again might read what has changed."""
+    assert source.seed is not None
+    seed = source.seed + (block or 0) - (source.block or 0)
+    old, new = jobs.folder / source.folder, claim_folder(jobs.folder / subdir)
+    header, config = (old / "config.yaml").read_text(encoding="utf-8").split("\n", 1)
+    write_text(new / "config.yaml", header.replace(str(old.resolve()), str(new.resolve())) + "\n" + _with(seed, config))
+    shutil.copytree(old / ".hydra", new / ".hydra")
+    if seed != source.seed:
+        for name, change in (("config", _with), ("overrides", _overriding)):
+            path = new / ".hydra" / f"{name}.yaml"
+            write_text(path, change(seed, path.read_text(encoding="utf-8")))
+    name = str(new.relative_to(jobs.folder))
+    return Job(0, source.name, name, source.overrides, block, seed, config_hash=config_hash(new / "config.yaml"))
+
+
+def _with(seed: int, config: str) -> str:
+    """The YAML text of a config, with this seed."""
+    text, count = re.subn(r"^seed: \d+$", f"seed: {seed}", config, flags=re.MULTILINE)
+    assert count == 1, config
+    return text
+
+
+def _overriding(seed: int, overrides: str) -> str:
+    """The YAML list of a run's overrides, with this seed as the last."""
+    return ("" if overrides.strip() == "[]" else overrides) + f"- seed={seed}\n"
