@@ -176,6 +176,10 @@ def test_replicas_over_threads_give_the_gradients_of_the_bare_model(
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
 
 
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator() for _ in range(count)]
+
+
 def test_every_replica_runs_in_a_thread_of_its_own() -> None:
     together = threading.Barrier(3, timeout=10)  # broken unless three threads are inside at once
     seen = []
@@ -186,7 +190,7 @@ def test_every_replica_runs_in_a_thread_of_its_own() -> None:
             seen.append((threading.get_ident(), len(chunk), torch.get_num_threads()))
             return chunk
 
-    spread = ThreadedDataParallel(Meeting(), 3, 1, 0)
+    spread = ThreadedDataParallel(Meeting(), generators(3), 1, 0).eval()  # in training they take turns at first
     assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "gathered in order"
     assert len({thread for thread, _, _ in seen} - {threading.get_ident()}) == 3
     assert sorted(size for _, size, _ in seen) == [2, 3, 3]
@@ -198,7 +202,7 @@ def test_batchnorm_statistics_are_those_of_the_first_replica() -> None:
     images = torch.randn(8, 4)
     alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     alone(images[:4])
-    ThreadedDataParallel(spread, 2, 1, 0)(images)
+    ThreadedDataParallel(spread, generators(2), 1, 0)(images)
     assert torch.equal(spread.running_mean, alone.running_mean)
     assert torch.equal(spread.running_var, alone.running_var)
     assert spread.num_batches_tracked == 1
@@ -211,7 +215,7 @@ def test_an_exception_in_a_replica_reaches_the_caller_and_leaves_it_usable() -> 
                 raise ZeroDivisionError("a negative image")
             return chunk
 
-    spread = ThreadedDataParallel(Picky(), 2, 1, 0)
+    spread = ThreadedDataParallel(Picky(), generators(2), 1, 0)
     with pytest.raises(ZeroDivisionError, match="a negative image"):
         spread(torch.tensor([1.0, 1.0, -1.0, 1.0]))
     assert spread(torch.ones(4)).sum() == 4
@@ -223,7 +227,7 @@ def test_evaluation_through_replicas_builds_no_graph(mode: Callable[[], Any]) ->
     model = Small().eval()
     images = torch.randn(7, 6)
     with mode():
-        outputs = strategy(3).for_evaluation(model)(images)
+        outputs = strategy(3).for_evaluation(model, None)(images)
         assert torch.allclose(outputs, model(images), atol=1e-6)
     assert not outputs.requires_grad
 

@@ -50,12 +50,11 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
         requests = evaluation_requests(data, 6, strategy.rank, strategy.world_size)
         feed = DeviceFeed(torch.device("cpu"), plain(1, 4, 0.5, 0.25), channels_last=False)
         evaluation = metrics.evaluate(
-            strategy.for_evaluation(model(num_classes)),
+            strategy.for_evaluation(model(num_classes), None),
             Loader(Reader(data, num_classes, None, 0), requests, feed, 0),
             strategy=strategy,
             num_samples=num_samples,
             num_classes=num_classes,
-            autocast=None,
         )
         found.append({**evaluation.numbers(), "confusion": evaluation.confusion.tolist()})
     strategy.close()
@@ -126,9 +125,7 @@ def test_a_sample_that_is_missed_or_counted_twice_is_noticed() -> None:
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
         with pytest.raises(AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"):
-            metrics.evaluate(
-                model(2), [batch], strategy=strategy, num_samples=num_samples, num_classes=2, autocast=None
-            )
+            metrics.evaluate(model(2), [batch], strategy=strategy, num_samples=num_samples, num_classes=2)
 
 
 @pytest.mark.processes

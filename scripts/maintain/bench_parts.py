@@ -57,7 +57,11 @@ def evaluation(rounds: int) -> list[Figures]:
 
     def ours() -> object:
         return evaluate(
-            model, loader, strategy=strategy, num_samples=len(split), num_classes=parts.num_classes, autocast=None
+            strategy.for_evaluation(model, None),
+            loader,
+            strategy=strategy,
+            num_samples=len(split),
+            num_classes=parts.num_classes,
         )
 
     @torch.inference_mode()

@@ -2,15 +2,18 @@
 
 Without GPUs torch's class silently becomes the bare module. `ThreadedDataParallel` runs the same scatter, replicate,
 parallel_apply and gather over threads instead, so that what dp means can be tested anywhere. Its speed and its memory
-say nothing about GPUs: its backward pass runs in one thread.
+say nothing about GPUs: its backward pass runs in one thread, and where a model draws random numbers (dropout), replicas
+take turns at the process's one generator.
 
 A model that reads its whole batch (BatchNorm in training, losses over pairs) sees only its replica's chunk under dp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ class DataParallelStrategy(Single):
         super().__init__(config, ranks)
         self.dim = config.dim or 0
         self.output_device = self.device if config.output_device is None else torch.device("cuda", config.output_device)
+        self.generators = [torch.Generator() for _ in self.devices]  # of replicas that are threads on a CPU
 
     def _choose_devices(self) -> list[torch.device]:
         self._refuse_blind_torch()
@@ -41,15 +45,23 @@ class DataParallelStrategy(Single):
 
     def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
         if self.config.loss_in_replica:
-            return LossInReplicas(self._spread(ModelAndLoss(model, criterion, self.device.type, autocast)), self)
-        return LossOnOutput(self._spread(Autocast(model, self.device.type, autocast)), criterion, self.output_device)
+            with_loss = ModelAndLoss(model, criterion, self.device.type, autocast)
+            return LossInReplicas(self._spread(with_loss, self.output_device), self)
+        bare = Autocast(model, self.device.type, autocast)
+        return LossOnOutput(self._spread(bare, self.output_device), criterion, self)
 
-    def for_evaluation(self, model: nn.Module) -> nn.Module:
-        return self._spread(model)
+    def for_evaluation(self, model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
+        """Outputs are gathered where the labels are; `output_device` is for the larger share that training takes."""
+        return self._spread(Autocast(model, self.device.type, autocast), self.device)
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        super().seed(seeds)
+        for generator, seed in zip(self.generators, seeds, strict=True):
+            generator.manual_seed(seed)
 
     def measured_world_size(self) -> int:
         """The same proof as an all-reduce of ones: one 1 from each replica that really ran, gathered and added."""
-        probe = self._spread(_One().to(self.device))
+        probe = self._spread(_One().to(self.device), self.device)
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())
 
     def memory(self) -> list[dict[str, Any]]:
@@ -58,31 +70,50 @@ class DataParallelStrategy(Single):
             return entries
         return [{**entries[0], "device": f"cpu:{i}", "shared": True} for i in range(len(self.devices))]  # one process
 
-    def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
-        """Parameters and buffers go out to the other replicas and gradients come back; inputs and outputs are small beside them."""
-        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        others = len(self.devices) - 1
-        return {"bytes_per_step": others * (2 * parameters + buffers), "ms_per_step": None, "exposed_ms_per_step": None}
+    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
+        """For every batch parameters and buffers go out to the other replicas, gradients come back, and the batch moves too."""
+        assert isinstance(wrapped, LossOnOutput | LossInReplicas)
+        out = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        back = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        per_batch = (len(self.devices) - 1) * (out + back) + wrapped.bytes_moved
+        return {"bytes_per_step": accumulate * per_batch, "ms_per_step": None, "exposed_ms_per_step": None}
+
+    def share_elsewhere(self, batch_size: int, device: torch.device) -> float:
+        """Which share of a batch is worked on by replicas that are not on `device`. On a CPU the first replica's is `device`."""
+        chunks = self.chunk_sizes(batch_size)
+        places = self.devices if self.device.type == "cuda" else [self.device, *[None] * len(chunks)]
+        return sum(size for size, place in zip(chunks, places, strict=False) if place != device) / batch_size
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
         return [len(chunk) for chunk in torch.arange(batch_size).chunk(len(self.devices))]
 
-    def _spread(self, module: nn.Module) -> nn.Module:
+    def _spread(self, module: nn.Module, gather_on: torch.device) -> nn.Module:
         if self.device.type == "cuda":
-            return nn.DataParallel(module, self.devices, self.output_device, self.dim)
-        return ThreadedDataParallel(module, len(self.devices), int(self.config.threads_per_device), self.dim)
+            return nn.DataParallel(module, self.devices, gather_on, self.dim)
+        return ThreadedDataParallel(module, self.generators, int(self.config.threads_per_device), self.dim)
 
 
 class LossOnOutput(nn.Module):
-    """Outputs gathered on `output_device`, where the loss of the whole batch is taken. DataParallel's usual form."""
+    """Outputs gathered on the output device, where the loss of the whole batch is taken. DataParallel's usual form."""
 
-    def __init__(self, spread: nn.Module, criterion: Criterion, output_device: torch.device) -> None:
+    def __init__(self, spread: nn.Module, criterion: Criterion, strategy: DataParallelStrategy) -> None:
         super().__init__()
-        self.spread, self.criterion, self.output_device = spread, criterion, output_device
+        self.spread, self.criterion = spread, criterion
+        self.output_device, self.share_elsewhere = strategy.output_device, strategy.share_elsewhere
+        self.bytes_moved = 0  # by a batch, other than what the model's size says
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        return self.criterion(self.spread(images), targets.to(self.output_device, non_blocking=True))
+        outputs = self.spread(images)
+        if not self.bytes_moved:
+            self.bytes_moved = self._count(images, targets, outputs)
+        loss = self.criterion(outputs, targets.to(self.output_device, non_blocking=True))
+        return loss.to(images.device)
+
+    def _count(self, images: Tensor, targets: Tensor, outputs: Tensor) -> int:
+        """Images out, targets to where the loss is taken, outputs there and their gradients back."""
+        size, to_loss = len(images), targets.nbytes if self.output_device != images.device else 0
+        out = images.nbytes * self.share_elsewhere(size, images.device)
+        return round(out + to_loss + 2 * outputs.nbytes * self.share_elsewhere(size, self.output_device))
 
 
 class LossInReplicas(nn.Module):
@@ -91,22 +122,31 @@ class LossInReplicas(nn.Module):
     def __init__(self, spread: nn.Module, strategy: DataParallelStrategy) -> None:
         super().__init__()
         self.spread = spread
-        self.chunk_sizes = strategy.chunk_sizes
+        self.chunk_sizes, self.share_elsewhere = strategy.chunk_sizes, strategy.share_elsewhere
+        self.bytes_moved = 0  # by a batch, other than what the model's size says
+        self._weights: dict[int, Tensor] = {}  # by batch size; kept, because making them waits for the device
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        losses = self.spread(images, targets)
-        weights = torch.tensor(self.chunk_sizes(len(images)), dtype=losses.dtype, device=losses.device)
-        return torch.dot(losses.view(-1), weights) / len(images)
+        losses, size = self.spread(images, targets), len(images)
+        if size not in self._weights:
+            self._weights[size] = torch.tensor(self.chunk_sizes(size), dtype=losses.dtype, device=losses.device)
+            self.bytes_moved = round((images.nbytes + targets.nbytes) * self.share_elsewhere(size, images.device))
+        return (torch.dot(losses.view(-1), self._weights[size]) / size).to(images.device)
 
 
 class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel over CPU threads: `num_replicas` replicas, each in a thread that uses `threads` cores."""
+    """DataParallel over CPU threads: a replica for each of `generators`, in a thread that uses `threads` cores.
 
-    def __init__(self, module: nn.Module, num_replicas: int, threads: int, dim: int) -> None:
+    A GPU has a random generator of its own; threads of a process share one. So in training replicas take turns, each
+    with the state of its own generator, until a whole pass has shown that the model draws nothing.
+    """
+
+    def __init__(self, module: nn.Module, generators: Sequence[torch.Generator], threads: int, dim: int) -> None:
         nn.Module.__init__(self)  # not DataParallel's: it looks for GPUs, and finding none forgets the rest
         self.module, self.dim = module, dim
-        self.num_replicas = num_replicas
-        self._pool = ThreadPoolExecutor(num_replicas, "replica", initializer=torch.set_num_threads, initargs=(threads,))
+        self.generators, self.num_replicas = generators, len(generators)
+        self._draws, self._turn = True, threading.Lock()
+        self._pool = ThreadPoolExecutor(len(generators), "replica", torch.set_num_threads, (threads,))
 
     def forward(self, *inputs: Tensor) -> Any:
         chunks = list(zip(*(tensor.chunk(self.num_replicas, self.dim) for tensor in inputs), strict=True))
@@ -124,12 +164,32 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         grad = torch.is_grad_enabled()  # per thread, like autocast, which the module enters itself
+        in_turn = self.training and self._draws
 
-        def apply(replica: nn.Module, chunk: tuple[Tensor, ...]) -> Any:
-            with torch.set_grad_enabled(grad):
+        def states() -> list[Tensor]:
+            return [generator.get_state() for generator in self.generators] if in_turn else [torch.get_rng_state()]
+
+        def apply(replica: nn.Module, chunk: tuple[Tensor, ...], generator: torch.Generator) -> Any:
+            with torch.set_grad_enabled(grad), self._drawing_from(generator) if in_turn else nullcontext():
                 return replica(*chunk)
 
-        return list(self._pool.map(apply, replicas, inputs))
+        before = states()
+        outputs = list(self._pool.map(apply, replicas, inputs, self.generators))
+        if self.training:
+            self._draws = not all(map(torch.equal, before, states()))
+        return outputs
+
+    @contextmanager
+    def _drawing_from(self, generator: torch.Generator) -> Iterator[None]:
+        """Inside, which is for one thread at a time, the process's generator goes on from the state of `generator`."""
+        with self._turn:
+            common = torch.get_rng_state()
+            torch.set_rng_state(generator.get_state())
+            try:
+                yield
+            finally:
+                generator.set_state(torch.get_rng_state())
+                torch.set_rng_state(common)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return torch.cat([output.view(1) if output.dim() == 0 else output for output in outputs], self.dim)

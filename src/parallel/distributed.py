@@ -136,8 +136,8 @@ class Distributed(Single):
         self.stopping.close()
         dist.destroy_process_group()
 
-    def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
-        """Gradient bytes all-reduced per step; times as torch's reducer samples them (milliseconds, mean)."""
+    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
+        """Gradient bytes, which are all-reduced once per step; times as torch's reducer samples them (milliseconds, mean)."""
         assert isinstance(wrapped, DistributedDataParallel)
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         stats = wrapped._get_ddp_logging_data()  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from src.engine.machine.hardware import Utilisation
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
-from src.parallel.forward import ModelAndLoss
+from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.stopping import Stopping
 from src.schema import ParallelConfig
 
@@ -62,12 +62,21 @@ class Single:
             )
 
     def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
-        """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, ready for backward."""
+        """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, on `device`."""
         return ModelAndLoss(model, criterion, self.device.type, autocast)
 
-    def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """What maps images to outputs in evaluation, without gradients."""
-        return model
+    def for_evaluation(self, model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
+        """What maps images to outputs on `device` in evaluation, without gradients."""
+        return Autocast(model, self.device.type, autocast)
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Start the random generators anew, with one seed for each of `devices`."""
+        torch.default_generator.manual_seed(seeds[0])
+        for device, seed in zip(self.devices, seeds, strict=True):
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(seed)
+            elif device.type == "mps":
+                torch.mps.manual_seed(seed)
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Inside, a backward pass leaves gradients unreduced: for all but the last batch of an accumulated step."""
@@ -126,8 +135,8 @@ class Single:
             own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak_memory()}]
         return [entry for entries in self.gather(own) for entry in entries]
 
-    def communication(self, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
-        """Bytes that cross device borders per step, and milliseconds where they can be measured."""
+    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
+        """Bytes that cross device borders per step of `accumulate` batches, and milliseconds where they can be measured."""
         return {"bytes_per_step": 0, "ms_per_step": 0.0, "exposed_ms_per_step": 0.0}
 
     def chunk_sizes(self, batch_size: int) -> list[int]:

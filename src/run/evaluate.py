@@ -41,12 +41,11 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
             raise ValueError(f"split={name}: this data has no such split; it has {', '.join(loaders)}")
         checkpoint.load_weights(model, contents, weights)
         found = evaluate(
-            model,
+            strategy.for_evaluation(model, AUTOCAST[config.train.precision]),
             loaders[name],
             strategy=strategy,
             num_samples=len(loaders[name].reader.split),
             num_classes=len(images.class_names),
-            autocast=AUTOCAST[config.train.precision],
             unreadable=loaders[name].unreadable,
         )
         assert found is not None  # nobody asked it to stop

@@ -174,12 +174,11 @@ class Run:
         self.strategy.share_buffers(model)
         loader = self.parts.evaluation[split]
         found = evaluate(
-            self.strategy.for_evaluation(model),
+            self.strategy.for_evaluation(model, self.parts.autocast),
             self.console.counted(split, loader, len(loader.requests)),
             strategy=self.strategy,
             num_samples=len(loader.reader.split),
             num_classes=self.parts.num_classes,
-            autocast=self.parts.autocast,
             unreadable=loader.unreadable,
             should_stop=(lambda: self.strategy.stopping.is_due(self.progress.step)) if may_stop else None,
         )

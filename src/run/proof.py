@@ -121,7 +121,7 @@ def collect(run: Run, proof: Proof) -> Result:
         memory=strategy.memory(),
         cpu={"seconds_per_second": None if None in cpu else sum(cpu)},
         data_wait=parts.meter.data_wait(),
-        communication=strategy.communication(parts.trainee.model, parts.trainee.wrapped),
+        communication=strategy.communication(parts.trainee.model, parts.trainee.wrapped, config.train.accumulate),
         seconds=_seconds(parts.meter.first_step_at),
         parameters_hash=digest,
         checkpoint="checkpoints/best.pt"

@@ -61,7 +61,7 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
     strategy = build_strategy(_resolved(wanted, ranks), ranks, store)
     trained = load_trained(wanted.run, wanted.checkpoint, wanted.weights, strategy.device)
     loader = _loader(trained, paths, wanted, strategy, ranks.local_world_size)
-    model = strategy.for_evaluation(trained.model)
+    model = strategy.for_evaluation(trained.model, AUTOCAST[trained.config.train.precision])
     found: dict[int, Prediction] = {}
     try:
         for images, numbers in _with_progress(loader, len(paths), strategy):
@@ -120,10 +120,8 @@ def _loader(trained: Trained, paths: list[Path], wanted: Wanted, strategy: Singl
 def _best(
     model: torch.nn.Module, trained: Trained, images: Tensor, numbers: Tensor, paths: list[Path], topk: int
 ) -> Iterator[tuple[int, Prediction]]:
-    names, dtype = trained.class_names, AUTOCAST[trained.config.train.precision]
-    with torch.autocast(images.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        outputs = model(images)
-    best = outputs[:, : len(names)].float().softmax(1).topk(min(topk, len(names)))
+    names = trained.class_names
+    best = model(images)[:, : len(names)].float().softmax(1).topk(min(topk, len(names)))
     for number, indices, values in zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True):
         yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)
 

@@ -109,7 +109,7 @@ def train_epoch(
         boundary = ends or is_boundary(upcoming)
         strategy.stopping.starts(upcoming)
         pulse.step = upcoming
-        seed_step(seed, upcoming, strategy.rank)
+        seed_step(seed, upcoming, strategy)
         buffers = Buffers(trainee.model) if config.on_nonfinite == "skip" else None
         loss = _forward_backward(trainee, batches, config, strategy, meter, mix)
         grad_norm = _gradient_norm(trainee, clip_grad, wanted=boundary or buffers is not None)
@@ -224,15 +224,12 @@ def _update(trainee: Trainee) -> None:
     trainee.optimizer.zero_grad(set_to_none=True)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make a step's random draws (dropout, drop path) a function of (seed, step, rank).
+def seed_step(seed: int, step: int, strategy: Single) -> None:
+    """Make a step's random draws (dropout, drop path) a function of (seed, step, rank, device of the rank).
 
     So a run resumed at any step draws what it would have drawn, without random states in its checkpoints.
     """
-    mixed = seed_for(seed, step, rank)
-    torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed)
+    strategy.seed([seed_for(seed, step, strategy.rank, device) for device in range(len(strategy.devices))])
 
 
 def _lr(optimizer: torch.optim.Optimizer) -> float:

@@ -63,7 +63,6 @@ def evaluate(
     strategy: Single,
     num_samples: int,
     num_classes: int,
-    autocast: torch.dtype | None,
     unreadable: Collection[int] = (),
     should_stop: Callable[[], bool] | None = None,
 ) -> Evaluation | None:
@@ -86,9 +85,7 @@ def evaluate(
         if should_stop is not None and should_stop():
             stopped += 1
             break
-        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
-            outputs = model(images)
-        outputs = outputs.float()
+        outputs = model(images).float()
         loss_sum += functional.cross_entropy(outputs, labels, reduction="none").to(loss_sum.dtype).sum()
         predicted = outputs[:, :num_classes].argmax(1)
         confusion += torch.bincount(labels * num_classes + predicted, minlength=num_classes * num_classes)

@@ -1,0 +1,233 @@
+"""What would go wrong on GPUs, shown without any: tensors without data on made-up devices, and CPU threads in their place."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.parallel import comm
+
+from src.engine.machine.ranks import Ranks
+from src.engine.record.meter import Meter
+from src.parallel import build_strategy
+from src.schema import ParallelConfig, TrainConfig
+from src.training import loop
+from src.training.finite import LossWindow
+from src.training.loop import Trainee
+from src.training.metrics import evaluate
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)  # so everything before that has worked
+
+
+class ThreadInTurn(threading.Thread):
+    """Tensors without data serve one thread at a time; what is a thread's own, as autocast is, stays so."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors know their device, and operations across devices fail as on GPUs; there is no data and no backward pass."""
+    with FakeTensorMode():  # looks for GPUs when it begins
+        _pretend(monkeypatch)
+        yield
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DataParallel and autocast ask of a machine with three GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3)))
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None)
+    instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads)
+    monkeypatch.setattr("src.parallel.single.Utilisation", lambda indices: None)
+    on = torch.device
+
+    def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
+        return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
+
+    def scatter(tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None) -> Any:
+        chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
+        return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
+
+    def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
+        return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
+
+    for name, instead in (("broadcast_coalesced", broadcast), ("scatter", scatter), ("gather", gather)):
+        monkeypatch.setattr(comm, name, instead)
+
+
+class Seen(nn.Module):
+    """A linear model that notes the device and type of its replicas' outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.outputs: list[tuple[str, torch.dtype]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(images.flatten(1))
+        self.outputs.append((str(outputs.device), outputs.dtype))
+        return outputs
+
+
+def on_gpus(**keys: Any) -> Any:
+    """The strategy of dp on made-up GPUs."""
+    keys = {"strategy": "dp", "accelerator": "cuda", "threads_per_device": 1, "backend": "nccl", **keys}
+    return build_strategy(ParallelConfig(**keys), Ranks(), None)
+
+
+def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(size, 3, 2, 2, device=device), torch.zeros(size, dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize("device_ids", [None, [2, 0, 1]], ids=str)
+@pytest.mark.parametrize("output_device", [None, 0, 1])
+@pytest.mark.parametrize("loss_in_replica", [None, True])
+@pytest.mark.usefixtures("three_gpus")
+def test_dp_puts_loss_and_outputs_where_they_are_needed(
+    device_ids: list[int] | None,
+    output_device: int | None,
+    loss_in_replica: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = on_gpus(
+        devices=len(device_ids or [0, 1]),
+        device_ids=device_ids,
+        output_device=output_device,
+        loss_in_replica=loss_in_replica,
+    )
+    with strategy.device:
+        model: nn.Module = Seen()
+    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
+    trainee = Trainee(model, wrapped, torch.optim.SGD(model.parameters(), 0.1), None, None, None)
+    monkeypatch.setattr(loop, "_backward", lambda trainee, loss: None)
+    for accumulate in (1, 2):
+        batches, config = iter([batch(7, strategy.device)] * accumulate), TrainConfig(accumulate=accumulate)
+        loss = loop._forward_backward(trainee, batches, config, strategy, Meter(7, False), None)
+        window = LossWindow()
+        window.add(1, loss)
+        with pytest.raises(NEEDS_DATA):
+            window.fetch(strategy)
+        assert loss.device == strategy.device
+    with pytest.raises(NEEDS_DATA):
+        evaluate_with(strategy, model, None, [batch(7, strategy.device)])
+
+
+def evaluate_with(strategy: Any, model: nn.Module, dtype: torch.dtype | None, batches: Any) -> Any:
+    return evaluate(strategy.for_evaluation(model, dtype), batches, strategy=strategy, num_samples=7, num_classes=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.usefixtures("three_gpus")
+def test_dp_evaluates_on_gpus_in_the_precision_of_training(dtype: torch.dtype | None) -> None:
+    strategy = on_gpus(devices=3)
+    with strategy.device:
+        model = Seen()
+    with torch.inference_mode(), pytest.raises(NEEDS_DATA):
+        evaluate_with(strategy, model, dtype, [batch(7, strategy.device)])
+    assert {device for device, _ in model.outputs} == {"cuda:0", "cuda:1", "cuda:2"}
+    assert {found for _, found in model.outputs} == {dtype or torch.float32}
+
+
+@pytest.mark.parametrize("spread", ["single", "dp"])
+def test_evaluation_is_in_the_precision_of_training_in_every_replica(spread: str) -> None:
+    """The same on CPU threads, whose autocast is as much their own."""
+    config = ParallelConfig(
+        strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
+    )
+    strategy, model = build_strategy(config, Ranks(), None), Seen()
+    images, labels = torch.randn(7, 3, 2, 2), torch.zeros(7, dtype=torch.int64)
+    found = evaluate_with(strategy, model, torch.bfloat16, [(images, labels)])
+    assert found.samples == 7
+    assert {dtype for _, dtype in model.outputs} == {torch.bfloat16}
+
+
+class Noisy(nn.Module):
+    """Shows which of its inputs dropout has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.masks = nn.Parameter(torch.ones(32)), []
+
+    def forward(self, images: Tensor) -> Tensor:
+        kept = nn.functional.dropout(self.weight.expand(len(images), 32), 0.5, self.training)
+        self.masks.append(kept.detach() != 0)
+        return kept[:, :5] + 0 * images.flatten(1)[:, :5]
+
+
+def masks_of_steps(steps: range, devices: int, accumulate: int = 1) -> list[Tensor]:
+    """The dropout masks of each step, of all replicas and batches, in the order of the images."""
+    strategy = build_strategy(ParallelConfig("dp", devices, "cpu", 1), Ranks(), None)
+    model = Noisy()
+    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
+    images = torch.randn(8 * devices, 3, 2, 2)
+    found = []
+    for step in steps:
+        loop.seed_step(0, step, strategy)
+        per_batch = []
+        for _ in range(accumulate):
+            model.masks.clear()
+            outputs = wrapped.spread(images)  # type: ignore[operator, union-attr]
+            per_batch.append(outputs.detach() != 0)
+        found.append(torch.cat(per_batch))
+    return found
+
+
+def test_dropout_under_dp_is_the_same_every_time_and_in_no_two_replicas() -> None:
+    tries = [masks_of_steps(range(1, 6), devices=3, accumulate=2) for _ in range(6)]
+    assert all(torch.equal(mine, first) for others in tries for mine, first in zip(others, tries[0], strict=True))
+    for step in tries[0]:
+        chunks = [tuple(chunk.flatten().tolist()) for chunk in step.split(8)]
+        assert len(set(chunks)) == 6, "3 replicas in 2 batches"
+
+
+def test_dropout_under_dp_goes_on_after_a_resume_as_it_would_have() -> None:
+    whole, resumed = masks_of_steps(range(1, 9), devices=2), masks_of_steps(range(5, 9), devices=2)
+    assert all(torch.equal(mine, other) for mine, other in zip(whole[4:], resumed, strict=True))
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_each_gpu_of_dp_draws_from_a_seed_of_its_own_in_every_step() -> None:
+    strategy = on_gpus(devices=3, device_ids=[2, 0, 1])
+    seeds = []
+    for step in (1, 2, 1):
+        loop.seed_step(7, step, strategy)
+        seeds.append([generator.initial_seed() for generator in torch.cuda.default_generators])
+    assert len({*seeds[0], *seeds[1]}) == 6
+    assert seeds[2] == seeds[0]
+
+
+@pytest.mark.parametrize("loss_in_replica", [None, True])
+@pytest.mark.usefixtures("three_gpus")
+def test_bytes_per_step_of_dp_count_every_batch_and_what_is_in_it(loss_in_replica: bool | None) -> None:
+    strategy = on_gpus(devices=2, loss_in_replica=loss_in_replica)
+    with strategy.device:
+        model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+        model.register_buffer("average", torch.zeros(6))
+    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
+    wrapped(*batch(6, strategy.device))
+    parameters, buffers = 4 * (60 + 5), 4 * 6
+    images, targets, outputs = 4 * 3 * 12, 8 * 3, 4 * 3 * 5  # of the half on the other device
+    moved = images + targets if loss_in_replica else images + 2 * outputs
+    expected = 2 * parameters + buffers + moved
+    assert strategy.communication(model, wrapped, 1)["bytes_per_step"] == expected
+    assert strategy.communication(model, wrapped, 3)["bytes_per_step"] == 3 * expected
