@@ -253,6 +253,12 @@ def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
     starter.close()
 
 
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report's plots are most of its time."""
+    monkeypatch.setattr("src.engine.report.plots.draw", lambda group: [])
+
+
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
     """`train` for runs that several tests of a module look at."""

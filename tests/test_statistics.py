@@ -165,6 +165,9 @@ def test_the_highest_leads_unless_a_simpler_one_is_shown_to_be_as_fast() -> None
     assert lead(single=[1000, 1000.5, 999], dp=[1001, 1001, 1000.5], ddp=[1004, 1004, 1003.5]) == "single"
     assert lead(single=[1000, 800, 1200], dp=[1500, 1200, 1800], ddp=[1506, 1203, 1807]) == "dp"
     assert lead(single=[1000, 1000, 1000], dp=[1500, 1500, 1500], ddp=[1900, 1910, 980]) == "ddp"  # one slow repeat
+    assert (
+        lead(single=[1000, 1010, 990], dp=[800, 806, 799], ddp=[500, 505, 499]) == "single"
+    )  # the simplest is highest
     assert choose([], ["single"]) is None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from src.engine.report import claims_counted as counted
 from src.engine.report import claims_measured as measured
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, gib, listing
+from src.engine.report.evidence import Evidence
 from src.engine.report.measured import Run
 
 _CLAIMS = (
@@ -42,67 +42,8 @@ class Claim:
     runs: tuple[Run, ...] = ()  # those the figure comes from
 
 
-@dataclass(frozen=True)
-class Correction:
-    """A statement found in articles that is wrong, and the figure that shows it."""
-
-    statement: str
-    truth: str
-    figure: str
-
-
 def judge(groups: Sequence[Group], runs: Sequence[Run]) -> list[Claim]:
     """All claims, from the groups and runs of one hardware."""
     evidence = Evidence(groups, runs)
     found = [(number, text, weigh(evidence)) for number, text, weigh in _CLAIMS]
     return [Claim(number, text, f.figure, f.verdict, f.reason, f.runs) for number, text, f in found]
-
-
-def correct(groups: Sequence[Group], runs: Sequence[Run]) -> list[Correction]:
-    """What is wrong in articles whatever a machine measures, with its figures where it has them."""
-    e = Evidence(groups, runs)
-    ddp, dp = e.finished("ddp", 2), e.finished("dp", 2)
-    even = [run.imbalance for run in ddp if run.imbalance is not None]
-    peaks = listing(
-        f"{e.place(g, p)}: {gib(p)} GiB, single × 1: {gib(g.single)} GiB"
-        for g, p in e.points("ddp")
-        if p.peak_bytes and g.single and g.single.peak_bytes
-    )
-    if peaks == "—" and ddp:
-        equal = [run.proof("hashes_equal") for run in ddp].count(True)
-        peaks = f"all parameters equal on all ranks in {equal} of {len(ddp)} runs"
-    worlds = ", ".join(map(str, sorted({run.devices for run in ddp})))
-    hosts = len({run.environment.get("host") for run in ddp if run.environment.get("host")})
-    gloo = {str(run.environment.get("platform") or "—") for run in ddp if run.result and run.result.backend == "gloo"}
-    return [
-        Correction(
-            "DDP holds a subset of the model on each machine",
-            "Every rank holds a full replica; only the data are divided.",
-            peaks,
-        ),
-        Correction(
-            "Rank 0 averages the gradients and broadcasts them",
-            "An all-reduce without a centre: every rank sends and receives the same share.",
-            f"largest over mean peak memory under ddp at most {max(even):.2f}" if even else "—",
-        ),
-        Correction(
-            "DataParallel is multi-process",
-            "One process with one thread per device.",
-            listing(f"{run.strategy} × {run.devices}: {_processes(run)}" for run in dp + ddp),
-        ),
-        Correction(
-            "Windows has no DDP",
-            "The gloo backend works there, as on any CPU.",
-            listing(f"gloo ran here, on {platform}" for platform in sorted(gloo)),
-        ),
-        Correction(
-            "DDP must have several machines",
-            "One machine is enough: its ranks are processes.",
-            f"world sizes {worlds} measured on {hosts} host{'s' * (hosts != 1)}" if hosts else "—",
-        ),
-    ]
-
-
-def _processes(run: Run) -> str:
-    count = run.result.processes if run.result else None
-    return "not recorded" if count is None else "1 process" if count == 1 else f"{count} processes"

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-from src.engine.report.advice import stages
 from src.engine.report.claims_measured import ddp_is_faster
-from src.engine.report.evidence import BOTH, FAILS, HOLDS, UNMEASURED, Evidence, Finding, listing, missing, weigh
+from src.engine.report.evidence import BOTH, DDP, DP, Evidence, Finding, in_every_run, missing, weigh
 from src.engine.report.measured import Run
-from src.engine.report.ranges import compare, with_range
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
+from src.engine.report.wording import listing, times
 
-DDP_REMEDY = "parallel=ddp parallel.devices=2"
+DRIFTED = "different parameters"  # what a run says of itself that ended because its ranks had drifted apart
 
 
 def replicas_stay_equal(e: Evidence) -> Finding:
-    return _in_every_run(
-        e.finished("ddp", 2),
-        lambda run: run.proof("hashes_equal"),
-        "equal hashes of all parameters over the ranks, at the start and at the end",
+    """A run whose ranks drift apart fails, so failed runs are evidence too."""
+    drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
+    what = "equal hashes of all parameters over the ranks, at the start and at the end"
+    return in_every_run(
+        [*e.finished("ddp", 2), *drifted],
+        lambda run: False if run in drifted else run.proof("hashes_equal"),
+        what,
+        DDP,
     )
 
 
 def shares_are_disjoint(e: Evidence) -> Finding:
-    def disjoint_and_whole(run: Run) -> bool | None:
-        seen, distinct, expected = (run.proof(f"indices_{what}") for what in ("seen", "distinct", "expected"))
-        return None if None in (seen, distinct, expected) else seen == distinct == expected
+    def counts(run: Run) -> list[int | None]:
+        return [run.proof(f"indices_{what}") for what in ("seen", "distinct", "expected")]
 
-    found = _in_every_run(e.finished("ddp", 2), disjoint_and_whole, "every index of the epoch seen by exactly one rank")
-    example = next((run for run in found.runs if run.proof("indices_seen") is not None), None)
-    counts = example and (
-        f"e.g. {example.proof('indices_seen')} seen, {example.proof('indices_distinct')} distinct, "
-        f"{example.proof('indices_expected')} expected"
-    )
-    return Finding(found.verdict, f"{found.figure} ({counts})" if counts else found.figure, found.reason, found.runs)
+    def disjoint_and_whole(run: Run) -> bool | None:
+        return None if None in counts(run) else len(set(counts(run))) == 1
+
+    what = "every index of the epoch read by exactly one rank"
+    found = in_every_run(e.finished("ddp", 2), disjoint_and_whole, what, DDP)
+    example = next((counts(run) for run in found.runs), None)
+    if example is None:
+        return found
+    return replace(found, figure="{} (e.g. {} read, {} distinct, {} expected)".format(found.figure, *example))
 
 
 def dp_needs_a_batch(e: Evidence) -> Finding:
-    recorded = [run for run in e.finished("dp", 2) if isinstance(run.proof("chunk_sizes"), list)]
-    unequal = [run for run in recorded if run.proof("chunk_sizes") != run.proof("chunk_sizes")[:1] * run.devices]
+    ran = e.finished("dp", 2)
+    too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
+    if too_small:
+        return Finding(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
+    recorded = [run for run in ran if isinstance(run.proof("chunk_sizes"), list)]
+    unequal = [run for run in recorded if len(set(run.proof("chunk_sizes"))) > 1]
     refused = [run for run in e.runs if run.status == "skipped" and run.strategy == "dp" and "batch" in run.reason]
     shown = listing(
         [f"chunks {run.proof('chunk_sizes')} on {run.devices} devices" for run in unequal or recorded]
@@ -46,26 +55,17 @@ def dp_needs_a_batch(e: Evidence) -> Finding:
     if unequal or refused:
         return Finding(HOLDS, shown, "", tuple(unequal + refused))
     if not recorded:
-        return missing("dp on 2 or more devices with its chunk sizes", "parallel=dp parallel.devices=2")
-    return Finding(
-        UNMEASURED,
-        shown,
-        "every batch divides evenly; data.batch_size=7 parallel.devices=2 would show it",
-        tuple(recorded),
-    )
+        return missing("dp on 2 or more devices with its chunk sizes", DP)
+    remedy = "every batch divides evenly; data.batch_size=7 parallel.devices=2 would show it"
+    return Finding(UNMEASURED, shown, remedy, tuple(recorded))
 
 
 def dp_starts_sooner(e: Evidence) -> Finding:
-    found = e.both("first_step_seconds")
+    found = e.ddp_over_dp("first_step_seconds")
     if not found:
         return missing("dp and ddp on the same devices with their start-up time", BOTH)
-    verdict, reason = weigh(compare(ddp, dp) for _, dp, ddp in found)
-    shown = listing(
-        f"{place}: first step after {with_range(dp, ' s')} under dp, {with_range(ddp, ' s')} under ddp"
-        for place, dp, ddp in found
-    )
-    basis = "here each is one key, parallel=…; weighed is the time from command to first step"
-    return Finding(verdict, shown, f"{basis}; {reason}" if reason else basis, e.pair_runs)
+    shown = listing(f"{s.place}: {times(s.contrast)} the time of dp to the first step" for s in found)
+    return weigh(found, shown, "here each is one key, parallel=…; weighed is the time from command to first step")
 
 
 def first_rank_writes(e: Evidence) -> Finding:
@@ -76,60 +76,60 @@ def first_rank_writes(e: Evidence) -> Finding:
         return all(count <= 1 for rank, count in files.items() if rank != "0")
 
     what = "ranks other than 0 wrote no file but their own log"
-    found = _in_every_run(e.finished("ddp", 2), others_write_a_log_at_most, what)
-    example = next((run.proof("files_per_rank") for run in found.runs if run.proof("files_per_rank")), None)
-    counts = example and ", ".join(f"rank {rank}: {count}" for rank, count in list(example.items())[:8])
-    shown = f"{found.figure} (files, e.g. {counts})" if counts else found.figure
-    return Finding(found.verdict, shown, found.reason, found.runs)
+    found = in_every_run(e.finished("ddp", 2), others_write_a_log_at_most, what, DDP)
+    example = next((run.proof("files_per_rank") for run in found.runs), None)
+    if example is None:
+        return found
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in list(example.items())[:8])
+    return replace(found, figure=f"{found.figure} (files, e.g. {counts})")
 
 
 def backend_follows_device(e: Evidence) -> Finding:
-    found = [run for run in e.finished("ddp") if run.result and run.result.backend]
+    found = [run for run in e.finished("ddp") if run.record.get("backend")]
     if not found:
-        return missing("ddp with its backend", DDP_REMEDY)
+        return missing("ddp with its backend", DDP)
     given = [run.environment.get("backend_reason") or run.proof("backend_reason") for run in found]
     reasons = {str(reason or "reason not recorded") for reason in given}
-    chosen = {(run.result.backend, run.accelerator) for run in found if run.result}
-    shown = listing(f"{backend} on {accelerator}" for backend, accelerator in sorted(chosen, key=str))
+    chosen = {(str(run.record["backend"]), run.accelerator) for run in found}
+    shown = listing(f"{backend} on {accelerator}" for backend, accelerator in sorted(chosen))
     fits = all(backend == ("nccl" if accelerator == "cuda" else "gloo") for backend, accelerator in chosen)
     return Finding(HOLDS if fits else FAILS, shown, listing(sorted(reasons)), tuple(found))
 
 
 def ddp_spans_machines(e: Evidence) -> Finding:
-    def nodes(run: Run) -> int:
-        value = run.config.get("cluster.nodes")
-        return value if isinstance(value, int) else 1
-
-    several = [run for run in e.finished("ddp") if nodes(run) > 1]
+    ddp = [run for run in e.finished("ddp") if run.nodes > 1]
+    dp = [run for run in e.finished("dp") if run.nodes > 1]
     refused = [run for run in e.runs if run.strategy == "dp" and run.status == "skipped" and "node" in run.reason]
     shown = listing(
-        [f"ddp on {nodes(run)} nodes, world size {run.devices}" for run in several]
+        [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
         + [f"dp refused: {run.reason}" for run in refused]
     )
-    if several:
-        reason = "" if refused else "dp on several nodes was not asked for; it is refused"
-        return Finding(HOLDS, shown, reason, tuple(several + refused))
+    runs = tuple(ddp + dp + refused)
+    if dp:
+        return Finding(FAILS, shown, "dp ran on several nodes", runs)
+    if ddp:
+        return Finding(HOLDS, shown, "" if refused else "dp on several nodes was not asked for; it is refused", runs)
     remedy = "all runs here are on one node; add cluster.nodes=2, or start torchrun with --nnodes=2"
-    return Finding(UNMEASURED, shown, remedy, tuple(refused))
+    return Finding(UNMEASURED, shown, remedy, runs)
 
 
 def each_has_its_stage(e: Evidence) -> Finding:
-    start, speed = dp_starts_sooner(e), ddp_is_faster(e)
-    shown = listing(f"{group.title}: {stages(group)}" for group in e.groups if stages(group))
-    runs = tuple(dict.fromkeys(start.runs + speed.runs))
-    basis = f"rests on claims 11 ({start.verdict}) and 1 ({speed.verdict}); the advice is at the end"
-    verdicts = {start.verdict, speed.verdict}
-    return Finding(FAILS if FAILS in verdicts else UNMEASURED if UNMEASURED in verdicts else HOLDS, shown, basis, runs)
+    parts = {11: dp_starts_sooner(e), 1: ddp_is_faster(e), 14: ddp_spans_machines(e)}
+    words = [finding.verdict for finding in parts.values()]
+    verdict = next(word for word in (FAILS, UNMEASURED, UNDECIDED, HOLDS) if word in words)
+    basis = ", ".join(f"{number} ({finding.verdict})" for number, finding in parts.items())
+    runs = tuple(dict.fromkeys(run for finding in parts.values() for run in finding.runs))
+    return Finding(verdict, "see these claims", f"rests on claims {basis}", runs)
 
 
 def one_optimizer_per_process(e: Evidence) -> Finding:
-    dp = [run for run in e.finished("dp", 2) if run.proof("optimizers") is not None]
-    ddp = [run for run in e.finished("ddp", 2) if run.proof("optimizers") is not None]
-    if not dp or not ddp:
+    found = {s: [r for r in e.finished(s, 2) if r.proof("optimizers") is not None] for s in ("dp", "ddp")}
+    if not all(found.values()):
         return missing("dp and ddp on 2 or more devices with their optimizers counted", BOTH)
-    fits = all(run.proof("optimizers") == (1 if run.strategy == "dp" else run.devices) for run in dp + ddp)
-    shown = listing(f"{run.strategy} × {run.devices}: {run.proof('optimizers')}{_state(run)}" for run in dp + ddp)
-    return Finding(HOLDS if fits else FAILS, shown, "", tuple(dp + ddp))
+    runs = found["dp"] + found["ddp"]
+    fits = all(run.proof("optimizers") == (1 if run.strategy == "dp" else run.devices) for run in runs)
+    shown = listing(f"{run.strategy} × {run.devices}: {run.proof('optimizers')}{_state(run)}" for run in runs)
+    return Finding(HOLDS if fits else FAILS, shown, "", tuple(runs))
 
 
 def _state(run: Run) -> str:
@@ -137,15 +137,3 @@ def _state(run: Run) -> str:
     if not isinstance(states, list) or not all(isinstance(state, int | float) for state in states):
         return ""
     return f" (state {', '.join(f'{state / 2**20:.1f}' for state in states[:8])} MiB by device)"
-
-
-def _in_every_run(runs: list[Run], fits: Callable[[Run], bool | None], what: str) -> Finding:
-    """Holds when it fits every run that recorded it."""
-    known = [(run, verdict) for run in runs if (verdict := fits(run)) is not None]
-    if not known:
-        return missing("ddp on 2 or more devices that recorded this", DDP_REMEDY)
-    good = sum(bool(verdict) for _, verdict in known)
-    failing = [run.name for run, verdict in known if not verdict]
-    reason = f"not in {', '.join(failing[:6])}" if failing else ""
-    shown = f"{what}: {good} of {len(known)} ddp runs"
-    return Finding(FAILS if failing else HOLDS, shown, reason, tuple(run for run, _ in known))

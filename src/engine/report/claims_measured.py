@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from src.engine.report.comparison import Group
 from src.engine.report.evidence import (
     BOTH,
-    FAILS,
-    HOLDS,
+    DDP,
+    DP,
     THREADS,
-    UNMEASURED,
     Evidence,
     Finding,
+    Stated,
     gib,
-    listing,
+    in_every_run,
     missing,
-    runs_of,
     weigh,
 )
-from src.engine.report.ranges import Order, compare, compare_with, figure, ratio, with_range
+from src.engine.report.families import SPEED
+from src.engine.report.measured import Run
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
+from src.engine.report.wording import figure, listing, times, with_range
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
@@ -27,135 +31,168 @@ FULLER = 1.1  # device 0's peak over the largest of the others
 def ddp_is_faster(e: Evidence) -> Finding:
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", THREADS)
-    found = [(g, e.place(g, n), r) for g, n, dp, ddp in e.pairs() if (r := ratio(ddp.speed, dp.speed))]
+    found = e.ddp_over_dp(SPEED)
     if not found:
         return missing("dp and ddp on the same devices", BOTH)
-    verdict, reason = weigh(compare_with(r, 1.0) for *_, r in found)
-    if verdict == HOLDS:
-        by_group = [[r for other, _, r in found if other is group] for group in e.groups]
-        growth = {compare(ratios[-1], ratios[0]) for ratios in by_group if len(ratios) > 1}
-        if Order.LOWER in growth:
-            verdict, reason = FAILS, "faster, but its lead shrinks with more devices"
-        elif growth != {Order.HIGHER}:
-            reason = "faster; that the lead grows with the devices is not shown"
-    shown = listing(f"{place}: ddp {with_range(r, '×')} the images/s of dp" for _, place, r in found)
-    return Finding(verdict, shown, reason, e.pair_runs)
+    shown = listing(f"{s.place}: {times(s.contrast)} the images/s of dp" for s in found)
+    finding = weigh(found, shown)
+    return _with_growth(found, finding) if finding.verdict == HOLDS else finding
+
+
+def _with_growth(found: list[Stated], finding: Finding) -> Finding:
+    """The second half of the claim, where intervals of few and many devices lie wholly apart."""
+    growth = set()
+    for group in {id(s.group): s.group for s in found}.values():
+        own = [s.contrast for s in found if s.group is group]
+        few, many = own[0], own[-1]  # from few to many devices
+        if len(own) > 1 and few.low and few.high and many.low and many.high:
+            growth.add("grows" if many.low > few.high else "shrinks" if many.high < few.low else "")
+    if "shrinks" in growth:
+        return replace(finding, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
+    if growth != {"grows"}:
+        return replace(finding, reason="faster; that the lead grows with the devices is not shown")
+    return finding
 
 
 def ddp_is_close_to_linear(e: Evidence) -> Finding:
-    found = [(g, p, share) for g, p in e.points("ddp") if (share := g.efficiency(p))]
+    found = e.over_single("ddp")
     if not found:
         return missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
-    fair = [(g, p, share) for g, p, share in found if not p.needless_threads and g.same_threads(p)]
+    fair = [s for s in found if not s.a.needless_threads and s.group.same_threads(s.a)]
     shown = listing(
-        f"{e.place(g, p)}: {figure(up.median)}×, efficiency {with_range(share)}{'' if len(e.groups) > 1 else f', {g.kind} scaling'}"
-        for g, p, share in fair or found
-        if (up := g.speed_up(p))
+        f"{s.place}, {s.group.kind} scaling: {times(s.contrast)}, efficiency {figure(s.contrast.ratio / s.a.devices)}"
+        for s in fair or found
+        if s.contrast.ratio
     )
     if not fair:
-        return Finding(
-            UNMEASURED, shown, "all points have more threads than cores, or other threads per device than single"
-        )
-    verdict, reason = weigh(compare_with(share, CLOSE_TO_LINEAR) for *_, share in fair)
-    limit = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}"
-    runs = runs_of(*(p for _, p, _ in fair), *(g.single for g, *_ in fair if g.single))
-    return Finding(verdict, shown, f"{limit}; {reason}" if reason else limit, runs)
+        reason = "all points have more threads than cores, or other threads per device than single"
+        return Finding(UNMEASURED, shown, reason)
+
+    def verdict_of(s: Stated) -> str:
+        disturbed = s.contrast.verdict == UNMEASURED
+        return UNMEASURED if disturbed else s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices)
+
+    return weigh(fair, shown, f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}", verdict_of)
 
 
 def dp_fills_device_0(e: Evidence) -> Finding:
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", THREADS)
-    found = [run for run in e.finished("dp", 2) if len(run.peak_bytes) > 1]
-    if not found:
-        return missing("dp on 2 or more devices with the memory of each", "parallel=dp parallel.devices=2")
-    fuller = [run.peak_bytes[0] >= FULLER * max(run.peak_bytes[1:]) for run in found]
-    shown = listing(f"{e.place(g, p)}: {gib(p)} GiB on devices 0, 1, …" for g, p in e.points("dp") if p.peak_bytes)
-    rule = f"device 0 above all others by {FULLER - 1:.0%} or more in {sum(fuller)} of {len(found)} runs"
-    return Finding(HOLDS if all(fuller) else FAILS, shown, rule, tuple(found))
+
+    def first_is_fullest(run: Run) -> bool | None:
+        peaks = run.peak_bytes
+        return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
+
+    what = f"device 0 above all others by {FULLER - 1:.0%} or more"
+    finding = in_every_run(e.finished("dp", 2), first_is_fullest, what, DP)
+    peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB on devices 0, 1, …" for g, p in e.points("dp") if p.peak_bytes)
+    return finding if finding.verdict == UNMEASURED else replace(finding, figure=f"{peaks}; {finding.figure}")
 
 
 def ddp_holds_full_replicas(e: Evidence) -> Finding:
-    found = [run for run in e.finished("ddp", 2) if run.imbalance is not None and len(run.peak_bytes) > 1]
-    if not found:
-        return missing("ddp on 2 or more devices with the memory of each", "parallel=ddp parallel.devices=2")
-    even = [run.imbalance is not None and run.imbalance <= EVEN for run in found]
-    equal = [run.proof("hashes_equal") for run in found]
-    shown = listing(
-        f"{e.place(g, p)}: largest over mean {figure(uneven.median)} ({gib(p)} GiB per device"
-        + (f", single {gib(g.single)} GiB)" if g.single and g.single.peak_bytes else ")")
+    if e.on_cpu:
+        return Finding(UNMEASURED, "n/a", "processes on CPU share one memory: what a device holds cannot be told")
+
+    def whole_and_even(run: Run) -> bool | None:
+        equal, uneven = run.proof("hashes_equal"), run.imbalance
+        return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
+
+    what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
+    finding = in_every_run(e.finished("ddp", 2), whole_and_even, what, DDP)
+    peaks = listing(
+        f"{e.place(g, p)}: {gib(p)} GiB" + (f", single {gib(g.single)} GiB" if g.single and g.single.peak_bytes else "")
         for g, p in e.points("ddp")
-        if (uneven := p.measure("imbalance"))
+        if p.peak_bytes
     )
-    rule = f"largest over mean at most {EVEN} in {sum(even)} of {len(found)} runs"
-    rule += f"; all parameters equal on all ranks in {equal.count(True)}"
-    if not all(even) or False in equal:
-        return Finding(FAILS, shown, rule, tuple(found))
-    return Finding(UNMEASURED if None in equal else HOLDS, shown, rule, tuple(found))
+    return finding if finding.verdict == UNMEASURED else replace(finding, figure=f"{peaks}; {finding.figure}")
 
 
 def ddp_uses_the_cores(e: Evidence) -> Finding:
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", THREADS)
-    found = e.both("cpu_seconds")
+    found = e.ddp_over_dp("cpu_seconds")
     if not found:
         return missing("dp and ddp on the same devices with their CPU time", BOTH)
-    verdict, reason = weigh(compare(ddp, dp) for _, dp, ddp in found)
-    shown = listing(
-        f"{place}: {with_range(dp)} CPU seconds per second under dp, {with_range(ddp)} under ddp"
-        for place, dp, ddp in found
-    )
-    return Finding(verdict, shown, reason, e.pair_runs)
+    shown = listing(f"{s.place}: {times(s.contrast)} the CPU seconds per second of dp" for s in found)
+    used = weigh(found, shown, "more processor time, and more images/s for it: waiting in a loop counts as use too")
+    faster = ddp_is_faster(e).verdict
+    if used.verdict == HOLDS and faster != HOLDS:
+        return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
+    return used
 
 
 def lock_hurts_small_layers(e: Evidence) -> Finding:
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", THREADS)
-    shares = [
-        (depth, (p.devices, g.kind, g.batch), p, share)
-        for g, p in e.points("dp")
-        if (depth := _depth(g)) is not None and (share := g.efficiency(p))
+    known = [(depth, s) for s in e.over_single("dp") if (depth := _depth(s.group)) is not None]
+    found = [
+        (many, few)
+        for depth, many in known
+        for other, few in known
+        if depth > other and (many.a.devices, many.group.batch_words) == (few.a.devices, few.group.batch_words)
     ]
-    found = [(many, few) for many in shares for few in shares if many[0] > few[0] and many[1] == few[1]]
     if not found:
         return missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
-    verdict, reason = weigh(compare(few[3], many[3]) for many, few in found)
+    of_many = {id(many): few for many, few in found}
     shown = listing(
-        f"{many[2].label}: efficiency {with_range(many[3])} at depth {many[0]}, {with_range(few[3])} at depth {few[0]}"
+        f"{many.a.label}: {times(many.contrast)} single at depth {_depth(many.group)}, {times(few.contrast)} at depth "
+        f"{_depth(few.group)}"
         for many, few in found
     )
-    return Finding(verdict, shown, reason, runs_of(*(side[2] for pair in found for side in pair)))
+
+    def verdict_of(many: Stated) -> str:
+        slow, fast = many.contrast, of_many[id(many)].contrast
+        if UNMEASURED in (slow.verdict, fast.verdict):
+            return UNMEASURED
+        if slow.low is None or slow.high is None or fast.low is None or fast.high is None:
+            return UNDECIDED
+        return HOLDS if slow.high < fast.low else FAILS if slow.low > fast.high else UNDECIDED
+
+    return weigh([many for many, _ in found], shown, "the two intervals must lie apart", verdict_of)
 
 
 def ddp_moves_less(e: Evidence) -> Finding:
+    """On the busiest link, because dp's device 0 sends and receives for all; and with part of it hidden, in every run."""
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", "dp on CPU is threads with one memory: nothing moves between devices")
-    found = e.both("bytes_per_step")
+    pairs = [(g, p, dp) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
+    found = [
+        (e.place(g, p), p, dp, ddp_bytes, dp_bytes)
+        for g, p, dp in pairs
+        if (ddp_bytes := p.measure("bytes_busiest_link")) and (dp_bytes := dp.measure("bytes_busiest_link"))
+    ]
     if not found:
-        return missing("dp and ddp on the same devices with their bytes per step", BOTH)
-    shares = [ratio(p.measure("exposed_ms"), p.measure("communication_ms")) for _, p in e.points("ddp")]
-    hidden = min((1 - share.median for share in shares if share), default=None)
+        return missing("dp and ddp on the same devices with the bytes over their busiest link", BOTH)
     shown = listing(
-        f"{place}: {figure(dp.median / 1e6)} MB per step under dp, {figure(ddp.median / 1e6)} MB under ddp"
-        for place, dp, ddp in found
+        f"{place}: {figure(ddp_bytes.median / 1e6)} MB per step over the busiest link, {figure(dp_bytes.median / 1e6)} "
+        f"MB under dp; {with_range(exposed, ' ms') if exposed else 'unknown time'} not hidden"
+        for place, p, _, ddp_bytes, dp_bytes in found
+        for exposed in [p.measure("exposed_ms")]
     )
-    overlap = (
-        "overlap not measured" if hidden is None else f"at least {hidden:.0%} of ddp's communication time is hidden"
+    runs = tuple(dict.fromkeys(run for _, p, dp, *_ in found for run in (*p.runs, *dp.runs)))
+    if any(ddp_bytes.high >= dp_bytes.low for *_, ddp_bytes, dp_bytes in found):
+        return Finding(FAILS, shown, "it moves as much or more", runs)
+    hidden = [_hides(run) for _, p, *_ in found for run in p.runs]
+    if None in hidden:
+        return Finding(UNDECIDED, shown, "it moves less; whether part is hidden was not measured in every run", runs)
+    return Finding(
+        HOLDS if all(hidden) else FAILS, shown, "" if all(hidden) else "nothing is hidden in some runs", runs
     )
-    holds = all(ddp.high < dp.low for _, dp, ddp in found) and (hidden is None or hidden > 0)
-    return Finding(HOLDS if holds else FAILS, shown, overlap, e.pair_runs)
+
+
+def _hides(run: Run) -> bool | None:
+    total, exposed = run.communication_ms, run.exposed_ms
+    return None if total is None or exposed is None else exposed < total
 
 
 def devices_idle_under_dp(e: Evidence) -> Finding:
     if e.on_cpu:
         return Finding(UNMEASURED, "n/a", "utilisation comes from NVML, which knows NVIDIA devices only")
-    found = e.both("least_utilisation")
+    found = e.ddp_over_dp("busy")
     if not found:
-        return missing("dp and ddp on the same devices with their utilisation", BOTH)
-    verdict, reason = weigh(compare(ddp, dp) for _, dp, ddp in found)
-    shown = listing(
-        f"{place}: idlest device {with_range(dp)} under dp, {with_range(ddp)} under ddp" for place, dp, ddp in found
-    )
-    return Finding(verdict, shown, reason, e.pair_runs)
+        return missing("dp and ddp on the same devices with their utilisation and ddp's parts of a step", BOTH)
+    shown = listing(f"{s.place}: its idlest device is busy {times(s.contrast)} as much as dp's" for s in found)
+    return weigh(found, shown, "less the share of ddp's step that waits for other ranks, which NVML counts as use")
 
 
 def _depth(group: Group) -> int | None:

@@ -22,7 +22,13 @@ def collect(folders: list[Path]) -> list[Run]:
         raise ValueError("no folder given; give a sweep folder, e.g. outputs/sweeps/<date>/<time>")
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
-    return [run for folder in unique for run in _read_folder(folder, root)]
+    # sweeps first: a run that is also given by itself is known as the sweep's job, and once
+    ordered = sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file())
+    found: dict[Path, Run] = {}
+    for folder in ordered:
+        for run in _read_folder(folder, root):
+            found.setdefault(run.folder.resolve(), run)
+    return list(found.values())
 
 
 def read_sweep(folder: Path) -> Jobs:
@@ -38,7 +44,7 @@ def _read_folder(folder: Path, root: Path) -> Iterator[Run]:
         if not jobs:
             raise ValueError(f"{folder}: a sweep without jobs; run `python train.py -m …` and report on its folder")
         for job in jobs:
-            yield _read_run(folder / job.folder, root, job)
+            yield _read_run(folder / job.folder, root, job, os.path.relpath(folder, root))
     elif (folder / "result.json").is_file():
         yield _read_run(folder, root, None)
     elif not folder.is_dir():
@@ -47,10 +53,11 @@ def _read_folder(folder: Path, root: Path) -> Iterator[Run]:
         raise ValueError(f"{folder}: no jobs.json and no result.json here; give a sweep folder or an ended run's")
 
 
-def _read_run(folder: Path, root: Path, job: Job | None) -> Run:
+def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run:
     """`job` is None where the folder is a run by itself."""
     try:
         result = read_result(folder) if (folder / "result.json").is_file() else None
+        record = _read_json(folder / "result.json") if result is not None else {}
     except ValueError as error:
         raise ValueError(f"{error}; or run that job again, or leave the folder out") from None
     environment = folder / "environment.json"
@@ -65,9 +72,11 @@ def _read_run(folder: Path, root: Path, job: Job | None) -> Run:
         folder=folder,
         status=status,
         reason=" ".join(reason.split()),
-        repeat=job.block or 0 if job else 0,
+        sweep=sweep,
+        block=job.block if job else 0,
+        position=job.position if job else None,
         overrides=tuple(job.overrides) if job else (),
-        result=result,
+        record=record,
         config=_read_config(folder / "config.yaml"),
         environment=_read_json(environment) if environment.is_file() else {},
     )

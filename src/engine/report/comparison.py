@@ -1,43 +1,50 @@
-"""Runs -> what may be compared: groups of one hardware, model, batch and kind of scaling; points of repeats within."""
+"""Runs -> what may be compared: groups of one hardware, code, model, batch and kind of scaling; points of repeats within."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from src.engine.report.measured import Run
-from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary, compare, efficiency, rank, speed_up, summarise
+from src.engine.report.measured import Run, finite
+from src.engine.report.settings import hardware, varied, words
+from src.engine.report.statistics import Contrast, Summary, summarise
 
-STRATEGIES = ("single", "dp", "ddp")  # simplest first: a tie goes to the simpler one
+STRATEGIES = ("single", "dp", "ddp")  # simplest first
 MEASURES = (
     "images_per_sec",
     "step_ms",
+    "step_ms_p95",
+    "steps_timed",
+    "seconds_timed",
     "data_wait",
     "communication_ms",
     "exposed_ms",
     "bytes_per_step",
+    "bytes_busiest_link",
     "cpu_seconds",
     "first_step_seconds",
     "imbalance",
-    "least_utilisation",
+    "busy",
     "accuracy",
 )
+STRAGGLES = 1.1  # a rank whose step computes this much longer than the median rank's is named
 # Settings that do not change what is trained, or by which points and repeats of one group differ on purpose.
 _NOT_A_SETTING = (
     *("parallel.", "paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
     *("task_name", "seed", "resume", "print_config", "optimized_metric"),
-    *("model.name", "data.batch_size", "data.workers"),  # the group's own model and batch; how images are read
+    *("model.name", "data.batch_size"),  # the group's own model and batch
 )
 
 
 @dataclass(frozen=True)
 class Point:
-    """One strategy on one number of devices: all its repeats."""
+    """One strategy on one number of devices and nodes: all its repeats."""
 
     strategy: str
     devices: int
+    nodes: int
     options: str  # parallel options by which it differs from other points of this strategy and device count
     runs: tuple[Run, ...]
     letter: str = ""  # stands for `options` in labels; the group's tables say what it means
@@ -48,7 +55,7 @@ class Point:
 
     @property
     def suffix(self) -> str:
-        return f" ({self.letter})" if self.letter else ""
+        return (f" on {self.nodes} nodes" if self.nodes > 1 else "") + (f" ({self.letter})" if self.letter else "")
 
     @property
     def stand_in(self) -> bool:
@@ -61,7 +68,7 @@ class Point:
     @property
     def threads(self) -> set[int | None]:
         """Threads per device; matters on CPU only, where they decide what a device is."""
-        return {run.result.threads_per_device for run in self.runs if run.result and run.accelerator == "cpu"}
+        return {run.integer("threads_per_device") for run in self.runs if run.accelerator == "cpu"}
 
     @property
     def speed(self) -> Summary | None:
@@ -70,6 +77,10 @@ class Point:
 
     def measure(self, name: str) -> Summary | None:
         return summarise(getattr(run, name) for run in self.runs)
+
+    @property
+    def flagged(self) -> int:
+        return sum(bool(run.flags) for run in self.runs)
 
     @property
     def shared_memory(self) -> bool:
@@ -95,6 +106,7 @@ class Group:
     batch: int | None
     settings: str  # what else tells this group from others of the report
     points: tuple[Point, ...] = ()
+    contrasts: Mapping[str, tuple[Contrast, ...]] = field(default_factory=dict, compare=False)  # by measure
 
     @property
     def title(self) -> str:
@@ -107,22 +119,35 @@ class Group:
         strong = self.kind == "strong"
         return f"strong scaling, global batch {batch}" if strong else f"weak scaling, batch {batch} per device"
 
-    def at(self, strategy: str, devices: int) -> Point | None:
-        """The point with the fewest options set, where options vary."""
-        found = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
-        return min(found, key=lambda p: (p.options.count("=") - p.options.count("=null"), p.options), default=None)
+    @property
+    def runs(self) -> list[Run]:
+        return [run for point in self.points for run in point.runs]
+
+    @property
+    def disturbed(self) -> bool:
+        """Most runs were flagged: their figures are shown and decide nothing."""
+        return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
 
     @property
     def single(self) -> Point | None:
         return self.at("single", 1)
 
-    def speed_up(self, point: Point) -> Summary | None:
-        if point is self.single and point.speed:
-            return Summary(1, 1, 1, point.speed.count)  # the base itself: 1 by definition, without a spread
-        return speed_up(point.speed, self.single.speed if self.single else None)
+    def at(self, strategy: str, devices: int) -> Point | None:
+        """The point with the fewest nodes and options set, where these vary."""
+        found = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
+        return min(
+            found, key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options), default=None
+        )
 
-    def efficiency(self, point: Point) -> Summary | None:
-        return efficiency(self.speed_up(point), point.devices) if point.devices else None
+    def contrast(self, measure: str, a: Point | None, b: Point | None) -> Contrast | None:
+        """What was tested of a over b; None where that is no statement of this report."""
+        if a is None or b is None:
+            return None
+        found = (c for c in self.contrasts.get(measure, ()) if (c.a, c.b) == (a.label, b.label))
+        return next(found, None)
+
+    def over_single(self, point: Point) -> Contrast | None:
+        return self.contrast("images_per_sec", point, self.single)
 
     def same_threads(self, point: Point) -> bool:
         """False on CPU where `point`'s devices have another number of threads than the one of single."""
@@ -133,99 +158,84 @@ class Group:
         found = [{point.devices for point in self.points if point.strategy == strategy} for strategy in strategies]
         return sorted(count for count in set.intersection(*found) if count > 1)
 
-    def ranked(self) -> list[list[Point]]:
-        """Points with enough repeats in tiers of images/s, fastest first; see `statistics.rank`."""
-        speeds = {point.label: point.speed for point in self.points}
-        known = {label: speed for label, speed in speeds.items() if speed and speed.count >= FEWEST_REPEATS}
-        by_label = {point.label: point for point in self.points}
-        return [[by_label[label] for label in tier] for tier in rank(known)]
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before the figures: mixed hosts, and ranks that hold the others up."""
+        hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
+        mixed = [f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a block of its own."]
+        return (mixed if len(hosts) > 1 else []) + [line for point in self.points for line in stragglers(point)]
 
-    def unranked(self) -> list[Point]:
-        """Points with a speed, but from too few repeats."""
-        return [point for point in self.points if point.speed and point.speed.count < FEWEST_REPEATS]
 
-    def accuracy_difference(self, point: Point) -> tuple[float, Order] | None:
-        """Median final accuracy minus that of single on one device."""
-        base = self.single and self.single.measure("accuracy")
-        own = point.measure("accuracy")
-        return (own.median - base.median, compare(own, base)) if own and base and point is not self.single else None
+def stragglers(point: Point) -> list[str]:
+    """Ranks that compute or wait for data longer than the median rank by STRAGGLES or more, in the median run."""
+    over: dict[tuple[Any, str], list[float]] = defaultdict(list)
+    for run in point.runs:
+        own = {}
+        for entry in run.ranks:
+            data, compute = finite(entry.get("data_ms")), finite(entry.get("compute_ms"))
+            if data is not None and compute is not None:
+                own[entry.get("rank"), str(entry.get("host") or "host unknown")] = data + compute
+        middle = summarise(own.values())
+        for rank, time in own.items() if middle and middle.median > 0 else ():
+            over[rank].append(time / middle.median if middle else 1.0)
+    found = []
+    for (rank, host), shares in over.items():
+        share = summarise(shares)
+        if share and share.median >= STRAGGLES:
+            found.append(
+                f"{point.label}: rank {rank} on {host} needs {share.median - 1:.0%} longer for its part of a step "
+                "(data and computing) than the median rank."
+            )
+    return found
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
-    """Finished runs only. Groups with most points first, then by name; points by strategy and devices."""
+    """Finished runs only, as groups without contrasts. Most points first, then by name; points by strategy and devices."""
     comparable = [run for run in runs if run.comparable]
-    differing = varied(run for run in comparable if run.config)
-    settings = [key for key in differing if not key.startswith(_NOT_A_SETTING)]
+    settings = [key for key in varied(run for run in comparable if run.config) if not key.startswith(_NOT_A_SETTING)]
+    if "data.workers" in settings and not _swept_workers(comparable):
+        settings.remove("data.workers")
+    commits = {run.commit for run in comparable if run.commit}
     found: dict[Group, list[Run]] = defaultdict(list)
     for run in comparable:
-        assert run.result is not None
         kind, batch = _batch(run)
-        words = _words(run, settings) if run.config else ""
-        found[Group(hardware(run), run.accelerator, run.result.model or "—", kind, batch, words)].append(run)
+        named = [words(run, settings)] if run.config and settings else []
+        named += [f"code {run.commit or 'unknown'}"] if len(commits) > 1 else []
+        model = str(run.record.get("model") or "—")
+        found[Group(hardware(run), run.accelerator, model, kind, batch, ", ".join(named))].append(run)
     groups = [replace(empty, points=_points(members)) for empty, members in found.items()]
     return sorted(groups, key=lambda g: (-len(g.points), g.hardware, g.title))
 
 
-def hardware(run: Run) -> str:
-    """What must be equal for two runs to be compared: devices, processor, and the versions of torch and CUDA."""
-    cpu = run.environment.get("cpu") or {}
-    processor = f"{cpu.get('model') or 'unknown processor'}, {cpu.get('cores') or '?'} cores"
-    devices = run.environment.get("devices") or []
-    # Names only, no count: a run may have been shown only some of the machine's devices.
-    names = sorted({str(device.get("name", "")) for device in devices if isinstance(device, dict)})
-    parts = [" + ".join(names) or "unknown GPU", processor] if run.accelerator == "cuda" else [f"CPU: {processor}"]
-    if run.accelerator == "mps":
-        parts = [f"Apple GPU: {processor}"]
-    torch = (run.environment.get("libraries") or {}).get("torch")
-    cuda = run.environment.get("cuda") if run.accelerator == "cuda" else None
-    return "; ".join([*parts, f"torch {torch or '—'}", *([f"CUDA {cuda}"] if cuda else [])])
-
-
-def varied(runs: Iterable[Run]) -> dict[str, list[Any]]:
-    """Config keys with more than one value over `runs`, with these values."""
-    values: dict[str, dict[str, Any]] = defaultdict(dict)
-    count: dict[str, int] = defaultdict(int)
-    total = 0
+def _swept_workers(runs: list[Run]) -> bool:
+    """Whether the workers differ within a strategy and device count; `auto` may give each strategy its own number."""
+    seen: dict[tuple[str, int], set[Any]] = defaultdict(set)
     for run in runs:
-        total += 1
-        for key, value in run.config.items():
-            values[key][repr(value)] = value
-            count[key] += 1
-    return {
-        key: list(seen.values()) + ([None] if count[key] < total and "None" not in seen else [])
-        for key, seen in values.items()
-        if len(seen) > 1 or count[key] < total
-    }
-
-
-def shared(runs: Iterable[Run]) -> dict[str, Any]:
-    """Config keys that have one value in all `runs` with a config."""
-    configured = [run for run in runs if run.config]
-    differing = varied(configured)
-    return {key: value for key, value in configured[0].config.items() if key not in differing} if configured else {}
+        seen[run.strategy, run.devices].add(run.config.get("data.workers"))
+    return any(len(values) > 1 for values in seen.values())
 
 
 def _batch(run: Run) -> tuple[str, int | None]:
     per_device = run.config.get("data.batch_size_per_device")
     if per_device is not None:
         return "weak", per_device
-    return "strong", (run.result and run.result.batch_size) or run.config.get("data.batch_size")
+    return "strong", run.integer("batch_size") or run.config.get("data.batch_size")
 
 
 def _points(runs: list[Run]) -> tuple[Point, ...]:
-    found: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    found: dict[tuple[str, int, int], list[Run]] = defaultdict(list)
     for run in runs:
-        found[run.strategy, run.devices].append(run)
+        found[run.strategy, run.devices, run.nodes].append(run)
     points = []
-    for (strategy, devices), members in found.items():
+    for place, members in found.items():
         differing = varied(run for run in members if run.config)
         options = [key for key in differing if key.startswith("parallel.")]
         variants: dict[str, list[Run]] = defaultdict(list)
         for run in sorted(members, key=lambda run: [_natural(run.config.get(key)) for key in options]):
-            variants[_words(run, options, "parallel.")].append(run)
-        points += [Point(strategy, devices, words, tuple(repeats)) for words, repeats in variants.items()]
+            variants[words(run, options, "parallel.")].append(run)
+        points += [Point(*place, named, tuple(repeats)) for named, repeats in variants.items()]
     order = {strategy: place for place, strategy in enumerate(STRATEGIES)}
-    points.sort(key=lambda p: (order.get(p.strategy, len(order)), p.strategy, p.devices))
+    points.sort(key=lambda p: (order.get(p.strategy, len(order)), p.strategy, p.devices, p.nodes))
     letters: dict[str, str] = {}
     for point in points:
         if point.options:
@@ -241,10 +251,3 @@ def _natural(value: Any) -> tuple[int, float, str]:
 def _letter(number: int) -> str:
     """a, b, … z, aa, ab, …"""
     return (_letter(number // 26 - 1) if number >= 26 else "") + "abcdefghijklmnopqrstuvwxyz"[number % 26]
-
-
-def _words(run: Run, keys: Iterable[str], prefix: str = "") -> str:
-    def text(value: Any) -> str:
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-    return ", ".join(f"{key.removeprefix(prefix)}={text(run.config.get(key))}" for key in keys)

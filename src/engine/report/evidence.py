@@ -1,17 +1,18 @@
-"""What the claims are weighed with: the runs and groups of one hardware, and the rule from figures to a verdict."""
+"""What the claims are weighed with: the runs and groups of one hardware, and the rule from contrasts to a verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import Run
-from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary
-
-HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "cannot be measured on this machine"
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
+from src.engine.report.wording import doubt, listing
 
 THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory per device say nothing about GPUs"
+DDP, DP = "parallel=ddp parallel.devices=2", "parallel=dp parallel.devices=2"
+BOTH = "parallel=dp,ddp parallel.devices=2"
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Stated:
+    """A contrast in words: where it was measured, what it says, and whether it may."""
+
+    place: str
+    group: Group
+    a: Point
+    b: Point
+    contrast: Contrast
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return (*self.a.runs, *self.b.runs)
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """All runs of one hardware, and their groups."""
+    """All runs of one hardware, and their groups with contrasts."""
 
     groups: Sequence[Group]
     runs: Sequence[Run]
@@ -39,52 +55,64 @@ class Evidence:
     def points(self, strategy: str, least_devices: int = 2) -> list[tuple[Group, Point]]:
         return [(g, p) for g in self.groups for p in g.points if p.strategy == strategy and p.devices >= least_devices]
 
-    def pairs(self) -> list[tuple[Group, int, Point, Point]]:
-        """(group, devices, dp point, ddp point) wherever both were measured on the same 2 or more devices."""
-        found = [(g, n, g.at("dp", n), g.at("ddp", n)) for g in self.groups for n in g.counts("dp", "ddp")]
-        return [(g, n, dp, ddp) for g, n, dp, ddp in found if dp and ddp]
+    def ddp_over_dp(self, measure: str) -> list[Stated]:
+        """The contrasts of ddp over dp on the same devices, from few to many of them."""
+        return [
+            Stated(self.place(g, p), g, p, dp, contrast)
+            for g, p in self.points("ddp")
+            if (dp := g.at("dp", p.devices)) and (contrast := g.contrast(measure, p, dp)) and contrast.ratio is not None
+        ]
 
-    def both(self, name: str) -> list[tuple[str, Summary, Summary]]:
-        """(place, dp's figure, ddp's figure) of every pair that has both."""
-        found = [(self.place(g, n), dp.measure(name), ddp.measure(name)) for g, n, dp, ddp in self.pairs()]
-        return [(place, dp, ddp) for place, dp, ddp in found if dp and ddp]
+    def over_single(self, strategy: str) -> list[Stated]:
+        """Images/s over single's, of the points that are as many devices as they claim to be."""
+        return [
+            Stated(self.place(g, p), g, p, g.single, contrast)
+            for g, p in self.points(strategy)
+            if g.single and (contrast := g.over_single(p)) and contrast.ratio is not None
+        ]
 
-    @property
-    def pair_runs(self) -> tuple[Run, ...]:
-        return runs_of(*(point for _, _, dp, ddp in self.pairs() for point in (dp, ddp)))
-
-    def place(self, group: Group, point: Point | int) -> str:
-        what = f"{point} devices" if isinstance(point, int) else point.label
-        return what if len(self.groups) == 1 else f"{what} ({group.title})"
-
-
-def listing(items: Iterable[str], most: int = 4) -> str:
-    found = list(dict.fromkeys(items))
-    more = [f"and {len(found) - most} more"] if len(found) > most else []
-    return "; ".join(found[:most] + more) or "—"
-
-
-def runs_of(*points: Point) -> tuple[Run, ...]:
-    return tuple(dict.fromkeys(run for point in points for run in point.runs))
-
-
-BOTH = "parallel=dp,ddp parallel.devices=2"
+    def place(self, group: Group, point: Point) -> str:
+        return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
 
 def missing(what: str, remedy: str) -> Finding:
     return Finding(UNMEASURED, reason=f"no finished run of {what} here; add {remedy}")
 
 
-def weigh(orders: Iterable[Order]) -> tuple[str, str]:
-    """Verdict and reason of a claim that says HIGHER everywhere."""
-    found = list(orders)
-    if Order.LOWER in found:
-        return FAILS, "" if set(found) == {Order.LOWER} else "not everywhere"
-    if Order.TOO_FEW in found:
-        return UNMEASURED, f"fewer than {FEWEST_REPEATS} repeats"
-    if Order.OVERLAP in found:
-        return UNMEASURED, "the ranges overlap: more repeats, or a quieter machine, would tell"
-    return HOLDS, ""
+def weigh(
+    found: Sequence[Stated],
+    shown: str,
+    rule: str = "",
+    verdict_of: Callable[[Stated], str] = lambda stated: stated.contrast.verdict,
+) -> Finding:
+    """Of a claim that each contrast must bear out: fails with one that fails, and is undecided with one that is."""
+    words = [(stated, verdict_of(stated)) for stated in found]
+    runs = tuple(dict.fromkeys(run for stated in found for run in stated.runs))
+    verdict = next((v for v in (FAILS, UNDECIDED, HOLDS) if v in {word for _, word in words}), UNMEASURED)
+    reason = ""
+    if verdict == UNMEASURED:
+        reason = "most runs were disturbed"
+    elif verdict == FAILS and not all(word == FAILS for _, word in words):
+        reason = f"not for {listing(stated.place for stated, word in words if word == FAILS)}"
+    elif verdict == UNDECIDED:
+        reason = listing(f"{s.place}: {_open(s.contrast)}" for s, word in words if word == UNDECIDED)
+    return Finding(verdict, shown, "; ".join(filter(None, (rule, reason))), runs)
+
+
+def _open(contrast: Contrast) -> str:
+    """Why a limit other than 1 may be undecided where the contrast itself is not."""
+    return doubt(contrast) if contrast.verdict == UNDECIDED else "the interval holds the limit; more blocks would tell"
+
+
+def in_every_run(runs: Iterable[Run], fits: Callable[[Run], bool | None], what: str, remedy: str) -> Finding:
+    """Holds when it fits every run that recorded it; for what a run counts of itself, one run is enough."""
+    known = [(run, fit) for run in runs if (fit := fits(run)) is not None]
+    if not known:
+        return missing(f"{remedy} that recorded this", remedy)
+    failing = [run.name for run, fit in known if not fit]
+    shown = f"{what}: {len(known) - len(failing)} of {len(known)} runs"
+    reason = f"not in {', '.join(failing[:6])}" if failing else ""
+    return Finding(FAILS if failing else HOLDS, shown, reason, tuple(run for run, _ in known))
 
 
 def gib(point: Point) -> str:

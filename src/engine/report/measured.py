@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.engine.record.result import Result, read_metrics
+STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
@@ -18,29 +18,55 @@ class Run:
     folder: Path  # a skipped or waiting job's may not exist
     status: str
     reason: str = ""
-    repeat: int = 0
+    sweep: str = ""  # the sweep's folder; empty for a run by itself
+    block: int | None = 0  # of the sweep; None: the baseline once more, which belongs to no block
+    position: int | None = None  # in run order
     overrides: tuple[str, ...] = ()
-    result: Result | None = None
+    record: dict[str, Any] = field(default_factory=dict)  # result.json; empty where there is none
     config: dict[str, Any] = field(default_factory=dict)  # flat: {"data.batch_size": 64}
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def strategy(self) -> str:
-        return (self.result and self.result.strategy) or self._override("parallel", "parallel.strategy")
+        return str(self.record.get("strategy") or self._override("parallel", "parallel.strategy"))
 
     @property
     def devices(self) -> int:
-        """For ddp the measured world size, which also counts the devices of other nodes."""
-        if self.result is None:
+        """For ddp the measured world size, which also counts the devices of other nodes. 0: not known."""
+        if not self.record:
             asked = self._override("parallel.devices")
             return int(asked) if asked.isdigit() else 0
-        if self.result.strategy == "ddp" and self.result.world_size:
-            return self.result.world_size
-        return self.result.devices
+        world = self.integer("world_size")
+        return world if self.strategy == "ddp" and world else self.integer("devices") or 0
+
+    @property
+    def nodes(self) -> int:
+        return self.integer("nodes") or 1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the machines it ran on, the first node's first."""
+        hosts = self.record.get("hosts")
+        known = [str(host) for host in hosts] if isinstance(hosts, list) else []
+        return tuple(known or filter(None, [str(self.environment.get("host") or "")]))
+
+    @property
+    def commit(self) -> str:
+        """The code it ran, e.g. `0123abc` or `0123abc with changes`."""
+        commit = str(self.record.get("commit") or self.environment.get("commit") or "")[:10]
+        return f"{commit} with changes" if commit and self.environment.get("dirty") else commit
+
+    @property
+    def precision(self) -> str:
+        return str(self.config.get("train.precision") or "")
+
+    @property
+    def started(self) -> str:
+        return str(self.record.get("started") or self.environment.get("time") or "")
 
     @property
     def accelerator(self) -> str:
-        return (self.result and self.result.accelerator) or ""
+        return str(self.record.get("accelerator") or "")
 
     @property
     def stand_in(self) -> bool:
@@ -50,61 +76,100 @@ class Run:
     @property
     def doubt(self) -> str:
         """Why this finished run must not be compared; empty when it may be."""
-        result = self.result
-        if result is None or not result.world_size or not result.devices:
-            return ""
-        if result.world_size % result.devices:  # a multiple is the same devices on several nodes
-            return f"{result.devices} devices asked, world size {result.world_size} measured: not compared"
+        asked = self.record.get("devices")
+        if asked is not None and self.integer("devices") is None:
+            return f"devices: {asked!r} is no number: not compared"
+        world, devices = self.integer("world_size"), self.integer("devices")
+        if world and devices and world % devices:  # a multiple is the same devices on several nodes
+            return f"{devices} devices asked, world size {world} measured: not compared"
         return ""
 
     @property
     def comparable(self) -> bool:
-        return self.status == "done" and self.result is not None and not self.doubt
+        return self.status == "done" and bool(self.record) and not self.doubt
+
+    @property
+    def neighbours(self) -> int:
+        """Other jobs that ran beside it: then its speed is shown and never compared."""
+        return self.integer("neighbours") or 0
+
+    @property
+    def flags(self) -> list[str]:
+        """Why its figures may be disturbed, one short sentence each."""
+        flags = self.record.get("flags")
+        beside = [f"{self.neighbours} other job{'s' * (self.neighbours > 1)} ran beside it"] if self.neighbours else []
+        return beside + ([str(flag) for flag in flags] if isinstance(flags, list) else [])
 
     @property
     def images_per_sec(self) -> float | None:
-        return self._number("throughput", "images_per_sec")
+        return self.number("throughput", "images_per_sec")
 
     @property
     def step_ms(self) -> float | None:
-        return self._number("throughput", "step_ms")
+        return self.number("throughput", "step_ms")
+
+    @property
+    def step_ms_p95(self) -> float | None:
+        return self.number("throughput", "step_ms_p95")
+
+    @property
+    def steps_timed(self) -> float | None:
+        return self.number("throughput", "steps_timed")
+
+    @property
+    def seconds_timed(self) -> float | None:
+        return self.number("throughput", "seconds_timed")
 
     @property
     def data_wait(self) -> float | None:
         """Share of the timed steps, 0 to 1."""
-        return finite(self.result.data_wait) if self.result else None
+        return finite(self.record.get("data_wait"))
+
+    @property
+    def step_parts(self) -> dict[str, float] | None:
+        """Milliseconds of the parts of a mean step of rank 0, which add up to it; None unless all were recorded."""
+        parts = {name: self.number("step", name) for name in STEP_PARTS}
+        known = {name: value for name, value in parts.items() if value is not None}
+        return known if len(known) == len(parts) and sum(known.values()) > 0 else None
 
     @property
     def bytes_per_step(self) -> float | None:
-        return self._number("communication", "bytes_per_step")
+        return self.number("communication", "bytes_per_step")
+
+    @property
+    def bytes_busiest_link(self) -> float | None:
+        return self.number("communication", "bytes_busiest_link")
 
     @property
     def communication_ms(self) -> float | None:
-        return self._number("communication", "ms_per_step")
+        return self.number("communication", "ms_per_step")
 
     @property
     def exposed_ms(self) -> float | None:
         """Communication per step not hidden behind the backward pass."""
-        return self._number("communication", "exposed_ms_per_step")
+        return self.number("communication", "exposed_ms_per_step")
 
     @property
     def cpu_seconds(self) -> float | None:
         """CPU seconds of all processes per second of wall time."""
-        return self._number("cpu", "seconds_per_second")
+        return self.number("cpu", "seconds_per_second")
 
     @property
     def first_step_seconds(self) -> float | None:
-        return self._number("seconds", "start_to_first_step")
+        return self.number("seconds", "start_to_first_step")
 
     @property
     def accuracy(self) -> float | None:
-        return self._number("val", "acc")
+        """None unless it was trained to its end: after the few steps of a benchmark it says nothing."""
+        trained = bool(self.config) and self.config.get("train.max_steps") is None
+        return self.number("val", "acc") if trained else None
 
     @property
     def memory(self) -> list[dict[str, Any]]:
         """One entry per device, by device."""
-        entries = (self.result and self.result.memory) or []
-        known = [entry for entry in entries if isinstance(entry, dict) and finite(entry.get("peak_bytes")) is not None]
+        entries = self.record.get("memory")
+        known = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        known = [entry for entry in known if finite(entry.get("peak_bytes")) is not None]
         return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
 
     @property
@@ -125,32 +190,45 @@ class Run:
         return max(peaks) * len(peaks) / sum(peaks) if sum(peaks) > 0 and not self.shared_memory else None
 
     @property
-    def least_utilisation(self) -> float | None:
-        """Of the idlest device, as recorded; None unless every device has it."""
+    def busy(self) -> float | None:
+        """Utilisation of the idlest device, 0 to 1, less the share of a step in which it waited for other ranks.
+
+        NCCL waits in a kernel, which NVML counts as use. None unless every device, and under ddp this wait, is known.
+        """
         values = [finite(entry.get("utilisation")) for entry in self.memory]
         known = [value for value in values if value is not None]
-        return min(known) if known and len(known) == len(values) else None
+        if not known or len(known) < len(values):
+            return None
+        if self.strategy != "ddp":
+            return min(known)
+        parts = self.step_parts
+        return None if parts is None else max(0.0, min(known) - parts["communication_ms"] / sum(parts.values()))
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """One entry per rank: rank, host, device, data_ms, compute_ms, step_ms."""
+        entries = self.record.get("ranks")
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         """(threads asked for, cores) of a CPU run that wants more threads than there are cores."""
         cores = finite((self.environment.get("cpu") or {}).get("cores"))
-        threads = self.devices * ((self.result and self.result.threads_per_device) or 1)
+        threads = self.devices * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
 
     def proof(self, key: str) -> Any:
         """What the run counted about itself under `key`; None when it did not."""
-        return self.result.proof.get(key) if self.result and isinstance(self.result.proof, dict) else None
+        proof = self.record.get("proof")
+        return proof.get(key) if isinstance(proof, dict) else None
 
-    def accuracy_curve(self) -> list[tuple[float, float]]:
-        """(seconds since the run's start, validation accuracy) of every evaluation."""
-        path = self.folder / "metrics.jsonl"
-        lines = read_metrics(path) if path.is_file() else iter(())
-        pairs = [(finite(line.get("time")), finite(line.get("val/acc"))) for line in lines if isinstance(line, dict)]
-        return [(time, accuracy) for time, accuracy in pairs if time is not None and accuracy is not None]
+    def integer(self, key: str) -> int | None:
+        """A count of result.json, None where it is not one."""
+        value = self.record.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def _number(self, section: str, key: str) -> float | None:
-        values = getattr(self.result, section) if self.result else None
+    def number(self, section: str, key: str) -> float | None:
+        values = self.record.get(section)
         return finite(values.get(key)) if isinstance(values, dict) else None
 
     def _override(self, *keys: str) -> str:

@@ -1,192 +1,236 @@
-"""One group's figures as SVG text: Okabe and Ito's colours for the colour-blind, markers and hatches for grey print."""
+"""One group's figures as SVG text, each with its data: Okabe and Ito's colours for the colour-blind, marks for grey print."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from src.engine.report.comparison import Group, Point
-from src.engine.report.plot_style import COLOUR, STYLE, curve_style, errorbars, errors, finish, legend, name_bars
+import pandas as pd
+
+from src.engine.report.comparison import Group
+from src.engine.report.families import SPEED
+from src.engine.report.measured import STEP_PARTS
+from src.engine.report.plot_style import COLOUR, INK, MARKER, QUIET, STYLE, legend, name_bars, ring
+from src.engine.report.statistics import SMALLEST_DIFFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_SERIES = 8  # more curves in one plot cannot be told apart; the tables have them all
-MOST_EVALUATIONS = 40  # points drawn per accuracy curve; evenly spaced, the last evaluation always among them
-MOST_REPEATS = 5  # accuracy curves drawn per point
-
-_PARTS = (("data wait", "#e69f00", "//"), ("compute", "#8fb8d8", ""), ("exposed communication", "#555555", "xx"))
-_WHOLE = ("compute and communication, not told apart", "#c9d3da", "\\\\")
-
-
-def draw(group: Group) -> list[tuple[str, str]]:
-    """(caption, SVG) of every plot this group has figures for."""
-    drawn = [(caption, _svg(plot, group)) for plot, caption in _PLOTS]
-    return [(caption, svg) for caption, svg in drawn if svg]
+PARTS = {"data_ms": ("waits for data", "#e69f00", "//"), "compute_ms": ("computes", "#7fb2d9", "")}
+PARTS |= {
+    "communication_ms": ("waits for other ranks", "#777777", "xx"),
+    "other_ms": ("all else", "#c9c9c9", ".."),
+}
+MOST_ROWS = 24  # contrasts or points in one plot; the tables have them all
 
 
-def _svg(plot: Any, group: Group) -> str:
-    """Empty when `plot` finds nothing to draw."""
+@dataclass(frozen=True)
+class Plot:
+    name: str
+    caption: str
+    svg: str
+    data: pd.DataFrame
+
+
+def draw(group: Group) -> list[Plot]:
+    """Every plot that this group has figures for, and that would show something."""
+    drawn = []
+    for name, caption, data, paint in _PLOTS:
+        frame = data(group)
+        if len(frame):
+            drawn.append(Plot(name, caption, _svg(paint, frame, f"{group.title}{name}"), frame))
+    return drawn
+
+
+def _svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{group.title}{plot.__name__}"}):
-        figure = Figure(figsize=(5.0, 3.4), layout="constrained")  # without pyplot: no display, no global state
-        axes = figure.add_subplot()
-        if not plot(axes, group):
-            return ""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
+        figure = Figure(figsize=(5.0, 3.2), layout="constrained")  # without pyplot: no display, no global state
+        paint(figure.add_subplot(), frame)
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].rstrip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # matplotlib counts from 1 in every figure; a page's ids must be unique
-    return re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", svg)
+    return svg.replace(INK, "currentColor")
 
 
-def _speed(axes: Axes, group: Group) -> bool:
-    series = _series(group)
-    if not series:
-        return False
-    most = max(point.devices for *_, points in series for point in points)
-    base = group.single.speed if group.single else None
-    if base and most > 1:
-        axes.plot([1, most], [base.median, base.median * most], ":", color="#777777", label="linear")
-    for name, number, points in series:
-        errorbars(axes, name, number, [(p, p.speed) for p in points])
-    finish(axes, most, "images/s")
-    return True
+def _ratios(group: Group) -> pd.DataFrame:
+    found = [c for c in group.contrasts.get(SPEED, ()) if c.low is not None]
+    columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
+    return pd.DataFrame([[getattr(c, name) for name in columns] for c in found], columns=columns)
 
 
-def _efficiency(axes: Axes, group: Group) -> bool:
-    series = [curve for curve in _series(group) if any(p.devices > 1 and group.efficiency(p) for p in curve[2])]
-    if not series:
-        return False
-    most = max(point.devices for *_, points in series for point in points)
-    axes.plot([1, most], [1, 1], ":", color="#777777", label="linear")
-    for name, number, points in series:
-        errorbars(axes, name, number, [(p, group.efficiency(p)) for p in points])
-    finish(axes, most, "efficiency (1 = linear)")
-    return True
+def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
+    axes.axvline(1, color=QUIET, linewidth=0.8)
+    axes.axvspan(1, 1 + SMALLEST_DIFFERENCE, color=QUIET, alpha=0.25, linewidth=0)
+    shown = frame.head(MOST_ROWS)
+    for place, row in enumerate(shown.itertuples()):
+        least = row.detectable
+        axes.plot([1 / (1 + least), 1 + least], [place, place], color=QUIET, alpha=0.45, linewidth=6, zorder=1)
+        axes.errorbar(
+            row.ratio,
+            place,
+            xerr=[[row.ratio - row.low], [row.high - row.ratio]],
+            color=COLOUR.get(str(row.a).split(" ")[0], INK),
+            marker=MARKER.get(str(row.a).split(" ")[0], "D"),
+            markersize=5,
+            capsize=3,
+            linewidth=1.2,
+        )
+    axes.set_yticks(range(len(shown)), [f"{row.a} over {row.b}" for row in shown.itertuples()])
+    axes.invert_yaxis()
+    axes.margins(y=0.5 / max(1, len(shown)))
+    axes.set_xlabel("ratio of images/s")
 
 
-def _memory(axes: Axes, group: Group) -> bool:
-    points = [point for point in group.points if point.peak_bytes][: 2 * MOST_SERIES]
-    if not points:
-        return False
-    for place, point in enumerate(points):
-        peaks = point.peak_bytes
+def _speeds(group: Group) -> pd.DataFrame:
+    """Every run. Nothing where one point is all there is."""
+    columns = ["run", "point", "strategy", "devices", "series", "images_per_sec", "flagged"]
+    found = [
+        [run.name, p.label, p.strategy, p.devices, f"{p.strategy}{p.suffix}", run.images_per_sec, bool(run.flags)]
+        for p in group.points
+        if p.speed
+        for run in p.runs
+        if run.images_per_sec is not None
+    ]
+    frame = pd.DataFrame(found, columns=columns)
+    return frame if frame["point"].nunique() > 1 else frame[:0]
+
+
+def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    most = int(frame["devices"].max())
+    base = frame[(frame["strategy"] == "single") & (frame["devices"] == 1)]["images_per_sec"].median()
+    if base == base and most > 1:
+        axes.plot([1, most], [base, base * most], ":", color=QUIET, label="ideal")
+    best = frame.groupby("series")["images_per_sec"].median().sort_values(ascending=False)
+    kept = [name for name in frame["series"].unique() if name == "single" or name in best.index[:7]]
+    styles = ("-", "--", "-.", ":")
+    for number, name in enumerate(kept):
+        runs = frame[frame["series"] == name]
+        strategy = runs["strategy"].iloc[0]
+        colour, marker = COLOUR.get(strategy, QUIET), MARKER.get(strategy, "D")
+        middle = runs.groupby("devices")["images_per_sec"].median()
+        axes.plot(middle.index, middle, styles[number % 4], color=colour, linewidth=1.2, label=name)
+        axes.plot(runs["devices"], runs["images_per_sec"], marker, color=colour, markersize=4.5, alpha=0.75)
+    flagged = frame[frame["flagged"] & frame["series"].isin(kept)]
+    ring(axes, flagged["devices"], flagged["images_per_sec"])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0.8, most + 0.2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("images/s")
+    legend(axes)
+
+
+def _steps(group: Group) -> pd.DataFrame:
+    found = [
+        {"point": point.label, **parts}
+        for point in group.points
+        if not point.stand_in
+        for run in point.runs
+        if (parts := run.step_parts)
+    ]
+    columns = ["point", *STEP_PARTS]
+    return pd.DataFrame(found, columns=columns).groupby("point", sort=False, as_index=False).mean()
+
+
+def _paint_steps(axes: Axes, frame: pd.DataFrame) -> None:
+    shown = frame.head(MOST_ROWS)
+    bottom = pd.Series(0.0, index=shown.index)
+    for part, (name, colour, hatch) in PARTS.items():
+        if shown[part].sum() > 0:
+            axes.bar(shown.index, shown[part], 0.6, bottom, color=colour, hatch=hatch, edgecolor="white", label=name)
+            bottom += shown[part]
+    name_bars(axes, list(shown["point"]))
+    axes.set_ylabel("ms per step")
+    legend(axes)
+
+
+def _memory(group: Group) -> pd.DataFrame:
+    """Per device; nothing on CPU, where devices share one memory."""
+    columns = ["point", "strategy", "device", "gib", "low", "high"]
+    found = [
+        [point.label, point.strategy, number, *(value / 2**30 for value in (peak.median, peak.low, peak.high))]
+        for point in group.points
+        if group.accelerator != "cpu"
+        for number, peak in enumerate(point.peak_bytes)
+    ]
+    return pd.DataFrame(found, columns=columns)
+
+
+def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
+    names = list(frame["point"].unique()[:MOST_ROWS])
+    for place, name in enumerate(names):
+        peaks = frame[frame["point"] == name].reset_index()
         width = 0.8 / len(peaks)
-        at = [place - 0.4 + width * (number + 0.5) for number in range(len(peaks))]
         bars = axes.bar(
-            at,
-            [peak.median / 2**30 for peak in peaks],
+            [place - 0.4 + width * (number + 0.5) for number in peaks.index],
+            peaks["gib"],
             width,
-            yerr=errors(peaks, 2**-30),
-            color=COLOUR.get(point.strategy, "#777777"),
+            yerr=[peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"]],
+            color=COLOUR.get(peaks["strategy"].iloc[0], QUIET),
             edgecolor="white",
-            error_kw={"elinewidth": 0.8, "ecolor": "#999999"},
+            error_kw={"elinewidth": 0.8, "ecolor": QUIET},
             alpha=0.85,
         )
         bars.patches[0].set_hatch("///")
-    name_bars(axes, points)
-    per = "resident set, GiB per process" if group.accelerator == "cpu" else "allocator peak, GiB per device"
-    axes.set_ylabel(per)
-    return True
+    name_bars(axes, names)
+    axes.set_ylabel("peak, GiB per device")
 
 
-def _step_time(axes: Axes, group: Group) -> bool:
-    points = [point for point in group.points if point.speed and point.measure("step_ms")][: 2 * MOST_SERIES]
-    if not points:
-        return False
-    for place, point in enumerate(points):
-        bottom = 0.0
-        for (name, colour, hatch), height in _parts(point):
-            label = name if name not in axes.get_legend_handles_labels()[1] else None
-            axes.bar(place, height, 0.6, bottom, color=colour, hatch=hatch, edgecolor="white", label=label)
-            bottom += height
-        step = point.measure("step_ms")
-        if step and step.count > 1:
-            axes.errorbar(place, step.median, yerr=errors([step]), color="#222222", capsize=3, linewidth=0.8)
-    name_bars(axes, points)
-    axes.set_ylabel("ms per step")
+def _order(group: Group) -> pd.DataFrame:
+    """Speeds over their point's median, in run order. Nothing where no point was repeated."""
+    columns = ["run", "sweep", "position", "block", "point", "strategy", "relative", "flagged"]
+    found = [
+        [run.name, run.sweep, run.position, run.block, p.label, p.strategy, run.images_per_sec / speed.median]
+        + [bool(run.flags)]
+        for p in group.points
+        if (speed := p.speed) and speed.count > 1
+        for run in p.runs
+        if run.images_per_sec is not None and run.position is not None
+    ]
+    return pd.DataFrame(found, columns=columns).sort_values(["sweep", "position"], ignore_index=True)
+
+
+def _paint_order(axes: Axes, frame: pd.DataFrame) -> None:
+    axes.axhline(1, color=QUIET, linewidth=0.8)
+    for strategy, runs in frame.groupby("strategy", sort=False):
+        colour, marker = COLOUR.get(str(strategy), QUIET), MARKER.get(str(strategy), "D")
+        axes.plot(runs.index + 1, runs["relative"], marker, color=colour, markersize=4.5, label=str(strategy))
+    flagged = frame[frame["flagged"]]
+    ring(axes, flagged.index + 1, flagged["relative"])
+    low, high = frame["relative"].min(), frame["relative"].max()
+    axes.set_ylim(min(0.9, low - 0.02), max(1.1, high + 0.02))
+    axes.set_xlabel("run, in the order they ran")
+    axes.set_ylabel("images/s over its point's median")
     legend(axes)
-    return True
 
 
-def _parts(point: Point) -> list[tuple[tuple[str, str, str], float]]:
-    """Style and milliseconds of the parts of a step, from the bottom of its bar to the top."""
-    step, wait, exposed = (point.measure(name) for name in ("step_ms", "data_wait", "exposed_ms"))
-    assert step is not None
-    data = step.median * wait.median if wait else 0.0
-    # single has no process group: its exposed communication is 0 by definition, not by measurement
-    communication = exposed.median if exposed else 0.0 if point.strategy == "single" else None
-    waited = [(_PARTS[0], data)] if wait else []
-    rest = step.median - data
-    if communication is None or communication > rest:
-        return [*waited, (_WHOLE, rest)]
-    return [*waited, (_PARTS[1], rest - communication), (_PARTS[2], communication)]
-
-
-def _accuracy(axes: Axes, group: Group) -> bool:
-    points = [point for point in group.points if point.speed][:MOST_SERIES]
-    for point in points:
-        like = [other for other in points if other.strategy == point.strategy]
-        curves = [curve for run in point.runs[:MOST_REPEATS] if (curve := run.accuracy_curve())]
-        for number, curve in enumerate(curves):
-            seconds, accuracies = zip(*curve[:: -1 - len(curve) // MOST_EVALUATIONS], strict=True)
-            axes.plot(
-                seconds,
-                accuracies,
-                markersize=3,
-                markevery=1 + len(seconds) // 6,
-                linewidth=1,
-                label=None if number else point.label,
-                **curve_style(point.strategy, like.index(point)),
-            )
-    axes.set_xlabel("seconds since the run's start")
-    axes.set_ylabel("validation accuracy")
-    legend(axes)
-    return bool(axes.lines)
-
-
-def _series(group: Group) -> list[tuple[str, int, list[Point]]]:
-    """(name, number within its strategy, points that differ in devices only): single and the fastest, MOST_SERIES in all."""
-    found: dict[str, list[Point]] = {}
-    for point in group.points:
-        if point.speed:
-            found.setdefault(f"{point.strategy}{point.suffix}", []).append(point)
-
-    def slowness(name: str) -> tuple[bool, float]:
-        return name != "single", -max(point.speed.median for point in found[name] if point.speed)
-
-    kept = sorted(found, key=slowness)[:MOST_SERIES]
-    series, count = [], Counter[str]()
-    for name, points in found.items():
-        if name in kept:
-            series.append((name, count[points[0].strategy], points))
-            count[points[0].strategy] += 1
-    return series
-
-
-_PLOTS = (
+_PLOTS: tuple[tuple[str, str, Callable[[Group], pd.DataFrame], Callable[[Axes, pd.DataFrame], None]], ...] = (
     (
-        _speed,
-        "Images per second against devices: median, smallest and largest of the repeats. "
-        "Dotted: linear from single on 1 device. Ringed: more threads than cores.",
+        "ratios",
+        "Ratios of images/s with their intervals. Grey bars: what this sweep could not have told from no difference "
+        "in 80 of 100 cases. Shaded from 1: differences too small to be of interest.",
+        _ratios,
+        _paint_ratios,
     ),
+    ("speed", "Images/s against devices: every run a mark, lines through medians.", _speeds, _paint_speeds),
+    ("step", "What a mean step of rank 0 is made of; the parts add up to it.", _steps, _paint_steps),
     (
-        _efficiency,
-        "Efficiency against devices: speed-up over single on 1 device, divided by the devices. "
-        "Dotted: linear. Ringed: more threads than cores.",
-    ),
-    (
+        "memory",
+        "Peak memory of every device, the first one hatched; lines from smallest to largest.",
         _memory,
-        "Peak memory of every device, the first one hatched. "
-        "One wide bar is one process, whose devices cannot be told apart.",
+        _paint_memory,
     ),
-    (_step_time, "Time of one step, split by medians. What was not measured apart is not split."),
-    (_accuracy, "Validation accuracy against wall time, one curve per repeat, of at most 5 repeats."),
+    ("order", "Each run's speed over its point's median, in run order: drift shows as a slope.", _order, _paint_order),
 )

@@ -116,7 +116,8 @@ def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[st
         first, second = places[a], places[b]
         n = int(min(counts[first].sum(), counts[second].sum()))
         weights = np.zeros(len(places))
-        weights[first], weights[second] = 1, -1
+        weights[first] += 1
+        weights[second] -= 1
         if np.abs(information @ (variances @ weights) - weights).max() > 1e-6:  # no chain of blocks joins them
             found.append(Estimate(a, b, n))
             continue

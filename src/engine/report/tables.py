@@ -1,4 +1,4 @@
-"""Groups, claims and runs as tables of text: what HTML and Markdown both show. A missing figure is a dash, never 0."""
+"""Groups and runs as tables of text: what HTML and Markdown both show. A missing figure is a dash, never 0."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from src.engine.report.claims import Claim, Correction
 from src.engine.report.comparison import Group, Point
+from src.engine.report.families import slow_runs
 from src.engine.report.measured import Run
-from src.engine.report.ranges import FEWEST_REPEATS, Order, Summary, figure, with_range
+from src.engine.report.statistics import Summary
+from src.engine.report.wording import doubt, figure, times, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
@@ -33,84 +34,60 @@ class Table:
     notes: Sequence[str] = ()
 
 
-def speed_table(group: Group) -> Table:
-    columns = ["point", "runs", "images/s", "speed-up", "efficiency", "ms per step", "data wait, %"]
-    columns += ["exposed comm., ms", "to first step, s", "from runs"]
-    rows = []
-    for point in group.points:
-        hidden = point.stand_in
-        rows.append(
-            [
-                Cell(f"{point.label}{_marks(group, point)}"),
-                _number(str(len(point.runs))),
-                _summary(point.speed, hidden),
-                _summary(group.speed_up(point), hidden, suffix="×"),
-                _summary(group.efficiency(point), hidden),
-                _summary(point.measure("step_ms"), hidden),
-                _summary(point.measure("data_wait"), False, 100),
-                _exposed(point),
-                _summary(point.measure("first_step_seconds"), False),
-                _links(point.runs),
-            ]
-        )
-    return Table(columns, rows, f"Speed, {group.batch_words}: median (smallest–largest) of the repeats", _notes(group))
-
-
-def resource_table(group: Group) -> Table:
+def points_table(group: Group) -> Table:
+    """One row per point; columns that no point has a figure for are left out."""
     unit, factor = _memory_unit(group)
-    what = "resident set per process" if group.accelerator == "cpu" else "allocator peak per device"
-    columns = ["point", f"peak memory, {unit}, by device", "largest ÷ mean", "CPU s per s", "val. accuracy"]
-    columns += ["minus single", "from runs"]
-    rows = []
-    for point in group.points:
-        rows.append(
-            [
-                Cell(f"{point.label}{_marks(group, point)}"),
-                _number(_peaks(point, factor)),
-                _number(NOT_HERE) if point.shared_memory else _summary(point.measure("imbalance"), False),
-                _summary(point.measure("cpu_seconds"), False),
-                _accuracy(point.measure("accuracy")),
-                _difference(group, point),
-                _links(point.runs),
-            ]
-        )
-    notes = ["~ ranges of the repeats overlap, or fewer than 3 repeats: no difference from single is shown."]
-    shown = notes if any("~" in row[5].text for row in rows) else []
-    return Table(columns, rows, f"Memory ({what}), processor and accuracy, {group.batch_words}", shown)
+    memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
+    columns = ["point", "runs", "images/s", "over single (95 %)", "efficiency", "ms per step", "p95", "steps timed"]
+    columns += ["data wait, %", "comm. not hidden, ms", "CPU s per s", "to first step, s", memory, "val. accuracy"]
+    rows = [_point_row(group, point, factor) for point in group.points]
+    told = [place for place in range(len(columns)) if any(row[place].text not in (DASH, NOT_HERE) for row in rows)]
+    kept = sorted({0, 1, 2, *told})
+    return Table(
+        [*(columns[place] for place in kept), "folders"],
+        [[*(row[place] for place in kept), row[-1]] for row in rows],
+        f"{group.batch_words.capitalize()}: medians (smallest–largest) of the repeats",
+        _notes(group),
+    )
 
 
-def ranking(group: Group) -> str:
-    """Which points may be called faster than which."""
-    tiers, few = group.ranked(), group.unranked()
-    left_out = f" Not ranked, fewer than {FEWEST_REPEATS} repeats: {_labels(few)}." if few else ""
-    if sum(map(len, tiers)) < 2:
-        return f"No ranking: fewer than two points with {FEWEST_REPEATS} or more repeats.{left_out}"
-    if len(tiers) == 1:
-        return f"No ranking: the ranges of {_labels(tiers[0])} overlap.{left_out}"
-    steps = [
-        f"{_labels(tier)} (ranges overlap: no order among them)" if len(tier) > 1 else _labels(tier) for tier in tiers
+def _point_row(group: Group, point: Point, factor: float) -> list[Cell]:
+    contrast = group.over_single(point)
+    known = contrast is not None and contrast.ratio is not None
+    hidden = point.stand_in
+    return [
+        Cell(f"{point.label}{_marks(group, point)}"),
+        _number(str(len(point.runs)) + (f", {point.flagged} flagged" if point.flagged else "")),
+        _summary(point.speed, hidden),
+        _number(NOT_HERE if hidden else times(contrast) if contrast and known else DASH),
+        _number(figure(contrast.ratio / point.devices) if contrast and contrast.ratio and point.devices else DASH),
+        _summary(point.measure("step_ms"), hidden),
+        _middle(point.measure("step_ms_p95"), hidden),
+        _middle(point.measure("steps_timed")),
+        _middle(point.measure("data_wait"), factor=100),
+        _middle(point.measure("exposed_ms"), hidden),
+        _middle(point.measure("cpu_seconds")),
+        _summary(point.measure("first_step_seconds"), False),
+        _number(_peaks(point, factor)),
+        _accuracy(point.measure("accuracy")),
+        _links(point.runs),
     ]
-    return f"Fastest first: {'; then '.join(steps)}.{left_out}"
 
 
-def claims_table(claims: Sequence[Claim]) -> Table:
+def contrasts_table(group: Group) -> Table:
+    """Every statement about speed that this report makes or leaves open."""
     rows = [
         [
-            _number(str(c.number)),
-            Cell(c.text),
-            Cell(c.figure),
-            Cell(c.verdict),
-            Cell(c.reason or DASH),
-            _links(c.runs, 6),
+            Cell(f"{c.a} over {c.b}"),
+            _number(times(c) if c.ratio is not None else DASH),
+            Cell("disturbed: no verdict" if group.disturbed else doubt(c)),
+            _number(f"{c.detectable:.1%}" if c.detectable is not None else DASH),
+            _number(str(c.n)),
         ]
-        for c in claims
+        for c in group.contrasts.get("images_per_sec", ())
     ]
-    return Table(["no.", "claim", "measured here", "verdict", "reason or rule", "from runs"], rows)
-
-
-def corrections_table(corrections: Sequence[Correction]) -> Table:
-    rows = [[Cell(c.statement), Cell(c.truth), Cell(c.figure)] for c in corrections]
-    return Table(["stated in articles", "in truth", "measured here"], rows)
+    columns = ["images/s of", "ratio (95 %)", "that the first is faster", "could have seen", "runs of each"]
+    return Table(columns, rows, "What is held against what")
 
 
 def settings_table(values: dict[str, Any]) -> Table:
@@ -140,14 +117,9 @@ def unfinished_table(runs: Iterable[Run]) -> Table:
         reason = run.doubt or run.reason or DASH
         shown = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
         point = f"{run.strategy or DASH} × {run.devices or DASH}"
-        rows.append(
-            [_links((run,)), Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(_status(run)), Cell(shown)]
-        )
-    return Table(["job", "point", "overrides", "status", "reason"], rows)
-
-
-def _status(run: Run) -> str:
-    return "done, not compared" if run.doubt else run.status.replace("_", " ")
+        status = "done, not compared" if run.doubt else run.status.replace("_", " ")
+        rows.append([Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(status), Cell(shown), _links((run,))])
+    return Table(["point", "overrides", "status", "reason", "folder"], rows)
 
 
 def _environment(run: Run) -> Iterable[tuple[str, Any]]:
@@ -159,9 +131,10 @@ def _environment(run: Run) -> Iterable[tuple[str, Any]]:
     for device in record.get("devices") or []:
         size = device.get("memory_bytes")
         yield f"device {device.get('index')}", f"{device.get('name')}" + (f", {size / 2**30:.0f} GiB" if size else "")
-    for key in ("host", "platform", "python", "driver", "cuda", "nccl", "backend", "commit"):
-        value = record.get(key)
-        yield key, f"{value} (with uncommitted changes)" if key == "commit" and value and record.get("dirty") else value
+    yield "host", ", ".join(run.hosts)
+    for key in ("platform", "python", "driver", "cuda", "nccl", "backend"):
+        yield key, record.get(key)
+    yield "code", run.commit
     yield from (record.get("libraries") or {}).items()
 
 
@@ -173,33 +146,31 @@ def _marks(group: Group, point: Point) -> str:
 def _notes(group: Group) -> list[str]:
     notes = [f"({p.letter}) {p.options}" for p in {p.letter: p for p in group.points if p.letter}.values()]
     if group.single is None:
-        notes.append("No finished run of single on 1 device here: no speed-up, no efficiency.")
+        notes.append("No finished run of single on 1 device here: no ratio to it, no efficiency.")
     if any(point.stand_in for point in group.points):
         notes.append(
             "* dp on CPU: threads on CPU stand in for devices. Its speed says nothing about GPUs and is not compared."
         )
-    wanting = {point.needless_threads for point in group.points if point.needless_threads}
-    for threads, cores in sorted(wanting):
+    for threads, cores in sorted({point.needless_threads for point in group.points if point.needless_threads}):
         notes.append(f"† {threads} threads on {cores} cores: more threads than cores.")
     if not all(map(group.same_threads, group.points)):
-        notes.append("‡ Other threads per device than single: the speed-up mixes both effects.")
-    return notes
+        notes.append("‡ Other threads per device than single: the ratio mixes both effects.")
+    for point, run in slow_runs([group])[:MOST_LINKS]:
+        notes.append(f"Outlier, kept: {run.name} ({point.label}) at {figure(run.images_per_sec or 0)} images/s.")
+    flagged = [(point, run) for point in group.points for run in point.runs if run.flags]
+    notes += [f"Flagged: {run.name} ({point.label}): {'; '.join(run.flags)}." for point, run in flagged[:MOST_LINKS]]
+    return [*notes, *group.warnings]
 
 
-def _summary(summary: Summary | None, hidden: bool, factor: float = 1, suffix: str = "") -> Cell:
+def _summary(summary: Summary | None, hidden: bool) -> Cell:
     if hidden:
         return _number(NOT_HERE)
-    if summary is None:
-        return _number(DASH)
-    scaled = Summary(summary.median * factor, summary.low * factor, summary.high * factor, summary.count)
-    return _number(with_range(scaled, suffix))
+    return _number(DASH if summary is None else with_range(summary))
 
 
-def _exposed(point: Point) -> Cell:
-    exposed = point.measure("exposed_ms")
-    if point.strategy == "single" and exposed is None:
-        return _number("none")  # by definition: there is no process group
-    return _summary(exposed, point.stand_in)
+def _middle(summary: Summary | None, hidden: bool = False, factor: float = 1) -> Cell:
+    """The median alone, for a table of many columns; report.json has the range."""
+    return _number(NOT_HERE if hidden else DASH if summary is None else figure(summary.median * factor))
 
 
 def _accuracy(summary: Summary | None) -> Cell:
@@ -209,24 +180,13 @@ def _accuracy(summary: Summary | None) -> Cell:
     return _number(f"{summary.median:.4f}" + (f" ({low}–{high})" if low != high else ""))
 
 
-def _difference(group: Group, point: Point) -> Cell:
-    difference = group.accuracy_difference(point)
-    if difference is None:
-        return _number(DASH)
-    value, order = difference
-    return _number(f"{value:+.4f}{' ~' if order in (Order.OVERLAP, Order.TOO_FEW) else ''}")
-
-
 def _memory_unit(group: Group) -> tuple[str, float]:
     largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
     return ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
 
 
 def _peaks(point: Point, factor: float) -> str:
-    peaks = [
-        f"{peak.median * factor:.2f}" if factor == 2**-30 else f"{peak.median * factor:.0f}"
-        for peak in point.peak_bytes
-    ]
+    peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
     if point.shared_memory:
         return f"{peaks[0]} for all {point.devices}"
     more = f", … ({len(peaks)})" if len(peaks) > MOST_DEVICES else ""
@@ -239,10 +199,6 @@ def _links(runs: Sequence[Run], most: int = MOST_LINKS) -> Cell:
 
 def _number(text: str) -> Cell:
     return Cell(text, number=True)
-
-
-def _labels(points: Iterable[Point]) -> str:
-    return ", ".join(f"{point.label} ({figure(point.speed.median)})" for point in points if point.speed)
 
 
 def _listed(values: list[Any], most: int = 12) -> str:

@@ -1,0 +1,99 @@
+"""The first sentence of the report about a group, and the command that trains as it says."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from src.engine.report.comparison import Group, Point
+from src.engine.report.families import leader
+from src.engine.report.measured import Run
+from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast
+from src.engine.report.wording import doubt, times, with_range
+from src.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What to use for one group, with the ratio it rests on; no point and no command where the figures cannot tell."""
+
+    group: Group
+    sentence: str
+    command: str = ""
+    point: Point | None = None
+    contrast: Contrast | None = None
+
+
+def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead:
+    if group.disturbed:
+        flagged = [run for run in group.runs if run.flags]
+        why = max({flag for run in flagged for flag in run.flags}, key=lambda f: sum(f in r.flags for r in flagged))
+        return Lead(
+            group,
+            f"No verdict: {len(flagged)} of {len(group.runs)} runs were disturbed ({why}). "
+            "The figures below are what was measured; run the sweep again on a quiet machine.",
+        )
+    found = leader(group, smallest_difference)
+    if found is None:
+        return Lead(group, "No finished run here has images/s that can be compared yet.")
+    point, as_simpler = found
+    if as_simpler is not None:
+        highest = next(p for p in group.points if p.label == as_simpler.b)
+        sentence = (
+            f"{spoken(point)} is the simplest that is at most {smallest_difference:.0%} slower than the highest "
+            f"estimate: it trains {times(as_simpler)} as fast as {spoken(highest)}."
+        )
+        return Lead(group, sentence, command(point.runs[0]), point, as_simpler)
+    contrast, sentence = _against_single(group, point)
+    return Lead(group, sentence, command(point.runs[0]), point, contrast)
+
+
+def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
+    assert point.speed is not None
+    if group.single is None:
+        rate = with_range(point.speed)
+        return None, (
+            f"{spoken(point)} has the highest estimate of {_count(group)}, {rate} images/s; how many times as fast as "
+            "one device that is, a run of parallel=single parallel.devices=1 would tell."
+        )
+    if point is group.single:
+        against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
+        next_one = max(against, key=lambda c: c.ratio or 0, default=None)
+        if next_one is None:
+            return None, f"{spoken(point)}: {with_range(point.speed)} images/s. Nothing else was measured beside it."
+        other = next(p for p in group.points if p.label == next_one.a)
+        return next_one, f"Stay with {spoken(point)}: {spoken(other)} trains {times(next_one)} as fast."
+    contrast = group.over_single(point)
+    assert contrast is not None
+    sentence = f"{spoken(point)} trains {times(contrast)} as fast as single."
+    return contrast, sentence if contrast.verdict == HOLDS else f"{sentence} That it is faster is {doubt(contrast)}."
+
+
+def _count(group: Group) -> str:
+    number = sum(point.speed is not None for point in group.points)
+    return f"{number} point{'s' * (number != 1)}"
+
+
+def spoken(point: Point) -> str:
+    on = f"{point.devices} device{'s' * (point.devices != 1)}" + (f" of {point.nodes} nodes" if point.nodes > 1 else "")
+    return f"{point.strategy} on {on}" + (f" with {point.options}" if point.options else "")
+
+
+def command(run: Run) -> str:
+    """The command that trains as this run did, from the project's root, without the cuts of a benchmark."""
+    cut = run.config.get("train.max_steps") is not None
+    if run.overrides:
+        words = ["python", "train.py", *(o for o in run.overrides if not _of_the_benchmark(o, cut))]
+    else:
+        words = ["python", "train.py", "--config-path", str(run.folder), "--config-name", "config"]
+    if cut:
+        words += ["train.max_steps=null", f"train.epochs={TrainConfig().epochs}"]
+        words += [f"train.evaluate_every={TrainConfig().evaluate_every}"]
+    return shlex.join(words)
+
+
+def _of_the_benchmark(override: str, cut: bool) -> bool:
+    """`cut`: the run ended before its epochs did, so that these too were the benchmark's."""
+    key = override.lstrip("+~").partition("=")[0]
+    cuts = ("train.max_steps", "train.evaluate_every", "train.epochs") if cut else ()
+    return key.startswith(("hydra.", "hydra/", "sweep.")) or key in ("debug", "print_config", *cuts)

@@ -1,0 +1,156 @@
+"""The report's numbers, unrounded: what report.json and report.csv hold. docs/report.md describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from src.engine.report.comparison import MEASURES, Group, Point
+from src.engine.report.lead import Lead
+from src.engine.report.measured import Run
+from src.engine.report.settings import hardware, shared, varied
+from src.engine.report.statistics import Contrast, Summary
+
+if TYPE_CHECKING:
+    from src.engine.report.report import Report
+
+FORMAT = 2
+
+
+def plain(report: Report, out: Path) -> dict[str, Any]:
+    leads = [_plain_lead(lead) for lead in report.leads]
+    return {
+        "format": FORMAT,
+        "sweeps": [
+            {"folder": relative(sweep.folder, out)}
+            | {key: getattr(sweep, key) for key in ("command", "created", "status")}
+            for sweep in report.sweeps
+        ],
+        "counts": report.counts,
+        "smallest_difference": report.smallest_difference,
+        "lead": leads[0] if leads else None,
+        "leads": leads,
+        "groups": [_plain_group(group) for group in report.groups],
+        "points": [_plain_point(group, point) for group in report.groups for point in group.points],
+        "contrasts": [
+            {"group": group.title, "hardware": group.hardware, "measure": measure, **dataclasses.asdict(contrast)}
+            for group in report.groups
+            for measure, contrasts in group.contrasts.items()
+            for contrast in contrasts
+        ],
+        "claims": [
+            {"hardware": machine.name}
+            | dataclasses.asdict(dataclasses.replace(claim, runs=()))
+            | {"runs": [run.name for run in claim.runs]}
+            for machine in report.machines
+            for claim in machine.claims
+        ],
+        "corrections": [
+            {"hardware": machine.name, **dataclasses.asdict(correction)}
+            for machine in report.machines
+            for correction in machine.corrections
+        ],
+        "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
+        "shared": shared(report.runs),
+        "varied": varied(run for run in report.runs if run.config),
+        "runs": [_row(run, out) for run in report.runs],
+    }
+
+
+def table(runs: Iterable[Run], out: Path) -> pd.DataFrame:
+    """One row per run. An empty field was not recorded."""
+    return pd.DataFrame([_row(run, out) for run in runs])
+
+
+def relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out)).as_posix()
+
+
+def _row(run: Run, out: Path) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "folder": relative(run.folder, out),
+        "status": run.status,
+        "reason": run.doubt or run.reason,
+        "compared": run.comparable,
+        "hardware": hardware(run) if run.environment else "",
+        "host": " ".join(run.hosts),
+        "commit": run.commit,
+        "started": run.started,
+        "accelerator": run.accelerator,
+        "strategy": run.strategy,
+        "devices": run.devices,
+        "nodes": run.nodes,
+        "world_size": run.integer("world_size"),
+        "model": str(run.record.get("model") or ""),
+        "precision": run.precision,
+        "scaling": "weak" if run.config.get("data.batch_size_per_device") is not None else "strong",
+        "batch_size": run.integer("batch_size"),
+        "batch_size_per_device": run.config.get("data.batch_size_per_device"),
+        "workers": run.config.get("data.workers"),
+        "threads_per_device": run.integer("threads_per_device"),
+        "block": run.block,
+        "position": run.position,
+        "seed": run.config.get("seed"),
+        "stand_in_for_devices": "threads on CPU" if run.stand_in else "",
+        **{name: getattr(run, name) for name in MEASURES},
+        **(run.step_parts or {}),
+        "peak_bytes": " ".join(f"{peak:.0f}" for peak in run.peak_bytes),
+        "val_loss": run.number("val", "loss"),
+        "total_seconds": run.number("seconds", "total"),
+        "neighbours": run.neighbours,
+        "flags": "; ".join(run.flags),
+        "overrides": " ".join(run.overrides),
+    }
+
+
+def _plain_lead(lead: Lead) -> dict[str, Any]:
+    contrast = lead.contrast
+    return {
+        "group": lead.group.title,
+        "hardware": lead.group.hardware,
+        "sentence": lead.sentence,
+        "command": lead.command,
+        "point": lead.point.label if lead.point else None,
+        "contrast": _plain_contrast(contrast),
+    }
+
+
+def _plain_contrast(contrast: Contrast | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(contrast) if contrast else None
+
+
+def _plain_group(group: Group) -> dict[str, Any]:
+    keys = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+    return {key: getattr(group, key) for key in keys} | {"points": [point.label for point in group.points]}
+
+
+def _plain_point(group: Group, point: Point) -> dict[str, Any]:
+    contrast = group.over_single(point)
+    return {
+        "group": group.title,
+        "hardware": group.hardware,
+        "label": point.label,
+        "strategy": point.strategy,
+        "devices": point.devices,
+        "nodes": point.nodes,
+        "options": point.options,
+        "threads_on_cpu": point.stand_in,
+        "threads_and_cores": point.needless_threads,
+        "runs": [run.name for run in point.runs],
+        "flagged": point.flagged,
+        "over_single": _plain_contrast(contrast),
+        "efficiency": contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None,
+        **_summaries(point, MEASURES),
+        "peak_bytes": [dataclasses.asdict(peak) for peak in point.peak_bytes],
+    }
+
+
+def _summaries(point: Point, measures: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Summary | None] = {name: point.measure(name) for name in measures}
+    return {name: dataclasses.asdict(summary) if summary else None for name, summary in found.items()}

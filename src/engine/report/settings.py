@@ -1,0 +1,57 @@
+"""What runs were set to and ran on: the words by which the report tells them apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from src.engine.report.measured import Run
+
+
+def hardware(run: Run) -> str:
+    """What must be equal for two runs to be compared: devices, processor, driver, and the versions of torch and CUDA."""
+    cpu = run.environment.get("cpu") or {}
+    processor = f"{cpu.get('model') or 'unknown processor'}, {cpu.get('cores') or '?'} cores"
+    devices = run.environment.get("devices") or []
+    # Names only, no count: a run may have been shown only some of the machine's devices.
+    names = sorted({str(device.get("name", "")) for device in devices if isinstance(device, dict)})
+    parts = [" + ".join(names) or "unknown GPU", processor] if run.accelerator == "cuda" else [f"CPU: {processor}"]
+    if run.accelerator == "mps":
+        parts = [f"Apple GPU: {processor}"]
+    parts.append(f"torch {(run.environment.get('libraries') or {}).get('torch') or '—'}")
+    if run.accelerator == "cuda":
+        named = {"CUDA": run.environment.get("cuda"), "driver": run.environment.get("driver")}
+        parts += [f"{name} {value}" for name, value in named.items() if value]
+    return "; ".join(parts)
+
+
+def varied(runs: Iterable[Run]) -> dict[str, list[Any]]:
+    """Config keys with more than one value over `runs`, with these values."""
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    count: dict[str, int] = defaultdict(int)
+    total = 0
+    for run in runs:
+        total += 1
+        for key, value in run.config.items():
+            values[key][repr(value)] = value
+            count[key] += 1
+    return {
+        key: list(seen.values()) + ([None] if count[key] < total and "None" not in seen else [])
+        for key, seen in values.items()
+        if len(seen) > 1 or count[key] < total
+    }
+
+
+def shared(runs: Iterable[Run]) -> dict[str, Any]:
+    """Config keys that have one value in all `runs` with a config."""
+    configured = [run for run in runs if run.config]
+    differing = varied(configured)
+    return {key: value for key, value in configured[0].config.items() if key not in differing} if configured else {}
+
+
+def words(run: Run, keys: Iterable[str], prefix: str = "") -> str:
+    def text(value: Any) -> str:
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+    return ", ".join(f"{key.removeprefix(prefix)}={text(run.config.get(key))}" for key in keys)
