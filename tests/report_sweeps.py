@@ -66,7 +66,7 @@ class Sweep:
         """A job of jobs.json; without a folder unless `add` made one."""
         number = len(self.jobs)
         self.jobs.append(
-            {"id": number, "name": f"{number}_x", "folder": str(number), "overrides": overrides, "repeat": block}
+            {"id": number, "name": f"{number}_x", "folder": str(number), "overrides": overrides, "block": block}
             | {"config_hash": "ab12", "status": status, "reason": reason, "started": None, "ended": None}
         )
 

@@ -193,5 +193,4 @@ def test_baseline_runs_outside_the_blocks_decide_nothing(tmp_path: Path) -> None
     sweep = full_sweep(tmp_path / "s")
     sweep.add("single", 1, 300)
     sweep.jobs[-1]["block"] = None
-    del sweep.jobs[-1]["repeat"]
     assert contrasts(read(sweep.write())[2])["ddp × 2", "single × 1"]["n"] == 3
