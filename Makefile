@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train compare test test-fast test-all bench gpu-check check lint format lock clean
+.PHONY: help doctor train compare test test-fast test-all bench gpu-check check lint format lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+doctor: $(VENV)/runtime ## looks at this machine: the command to begin with, or what to mend
+	$(BIN)/python scripts/doctor.py $(ARGS)
 
 train: $(VENV)/runtime ## the main job: a timm model on real digits, strategy chosen by the machine (ARGS="key=value …")
 	$(BIN)/python train.py $(ARGS)

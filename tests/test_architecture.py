@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.config": {"schema", "engine.machine"},
     "engine.launch": {"schema", "engine.machine", "engine.record", "engine.config"},
     "engine.report": {"schema", "engine.machine", "engine.record", "engine.config"},
+    "engine.doctor": {"schema", "engine.machine", "engine.record", "engine.config", "engine.launch"},
     "engine.sweep": {"schema", "engine.machine", "engine.record", "engine.config", "engine.launch", "engine.report"},
 }
 FRONT = {"schema", "engine.machine", "engine.record"}
@@ -48,12 +49,19 @@ FENCES = {
         "src/engine/sweep/",
         "scripts/maintain/bench_parts.py",
     ),
-    r"torch\.distributed": ("src/parallel/", "src/engine/launch/", "src/engine/machine/ranks.py", *BY_HAND),
+    r"torch\.distributed": (
+        "src/parallel/",
+        "src/engine/launch/",
+        "src/engine/machine/ranks.py",
+        "src/engine/doctor/probe.py",
+        *BY_HAND,
+    ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/engine/launch/", *BY_HAND),
     r"timm": (
         "src/models/build.py",
         "src/models/cifar_resnet.py",
         "src/models/weights.py",
+        "src/engine/doctor/probe.py",
         "src/trained/export.py",
         "src/training/optim.py",
         "src/data/",
@@ -82,6 +90,7 @@ TORCH_IN_FUNCTIONS_ONLY = (
     "src/engine/launch/",
     "src/run/__init__.py",
     "src/engine/machine/ranks.py",
+    "src/engine/doctor/probe.py",
 )
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 260, 70

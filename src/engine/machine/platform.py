@@ -66,6 +66,15 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def open_file_limit() -> int | None:
+    """How many files this process may hold open; None where nobody says."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def pass_on(number: int, child: subprocess.Popen[bytes]) -> None:
     """Hand a stop signal to a child. On Windows a Ctrl-C has reached it already, and nothing else can be sent."""
     if child.poll() is None and not (WINDOWS and number == signal.SIGINT):

@@ -40,12 +40,12 @@ def describe(config: Config) -> dict[str, Any]:
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cpu": {"model": _cpu_model(), "cores": hardware.cores(), "memory_bytes": psutil.virtual_memory().total},
         "devices": [{"index": d.index, "name": d.name, "memory_bytes": d.memory_bytes} for d in devices],
-        "driver": _driver(),
+        "driver": driver_version(),
         "cuda": hardware.torch_build("cuda"),
         "nccl": _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.strategy == "ddp" else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
-        "topology": _topology() if devices else None,
+        "topology": topology() if devices else None,
     }
 
 
@@ -76,7 +76,7 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     if not hardware.nvml_devices():
         return None
     import pynvml
@@ -88,6 +88,20 @@ def _driver() -> str | None:
         pynvml.nvmlShutdown()
 
 
-def _topology() -> str | None:
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver runs, `13.0`."""
+    if not hardware.nvml_devices():
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return f"{number // 1000}.{number % 1000 // 10}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def topology() -> str | None:
     """How the devices are connected (NVLink, PCIe), as the driver's tool prints it."""
     return _output("nvidia-smi", "topo", "-m")
