@@ -247,22 +247,46 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
-def global_batch(config: Config) -> int:
-    """Images per forward pass over all devices, of a resolved config."""
-    if config.data.batch_size is not None:
-        return config.data.batch_size
-    assert config.data.batch_size_per_device is not None
-    return config.data.batch_size_per_device * int(config.parallel.devices)
+@dataclass
+class ResolvedParallel(ParallelConfig):
+    """Without `auto` in what decides what a run computes."""
+
+    devices: int = 1
+    threads_per_device: int = 1
 
 
-def learning_rate(config: Config) -> float:
-    """optim.lr after optim.lr_rule, whose batch is the one per optimizer step: global batch x accumulate.
+@dataclass
+class ResolvedConfig(Config):
+    """What engine/config/resolve.py makes of a Config for a machine, and a run's config.yaml holds."""
 
-    linear: Goyal et al. 2017, arXiv:1706.02677; sqrt: Krizhevsky 2014, arXiv:1404.5997.
-    """
-    ratio = global_batch(config) * config.train.accumulate / config.optim.lr_base_batch
-    factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.optim.lr_rule]
-    return config.optim.lr * factor
+    parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
+
+    @property
+    def global_batch(self) -> int:
+        """Images per forward pass over all devices."""
+        if self.data.batch_size is not None:
+            return self.data.batch_size
+        assert self.data.batch_size_per_device is not None
+        return self.data.batch_size_per_device * self.parallel.devices
+
+    @property
+    def learning_rate(self) -> float:
+        """optim.lr after optim.lr_rule, whose batch is the one per optimizer step: global batch x accumulate.
+
+        linear: Goyal et al. 2017, arXiv:1706.02677; sqrt: Krizhevsky 2014, arXiv:1404.5997.
+        """
+        ratio = self.global_batch * self.train.accumulate / self.optim.lr_base_batch
+        return self.optim.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_rule]
+
+
+def as_resolved(config: Config) -> ResolvedConfig:
+    """`config` by the type that says so. Errors: ValueError where `auto` is left in it."""
+    parallel = config.parallel
+    numbers = {key: getattr(parallel, key) for key in ("devices", "threads_per_device")}
+    for key, value in numbers.items():
+        if not isinstance(value, int):
+            raise ValueError(f"parallel.{key}={value}: not resolved, so no config of a run; give a whole number")
+    return ResolvedConfig(**{**vars(config), "parallel": ResolvedParallel(**vars(parallel))})
 
 
 def is_timms(name: str) -> bool:

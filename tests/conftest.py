@@ -24,7 +24,7 @@ from src.data.augment import Preprocessing
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
 from src.engine.machine.ranks import NEEDED, Ranks
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -39,7 +39,7 @@ TINY = (
 NOT_HANDED_ON = (*NEEDED, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RUN_STARTED_AT", "COLUMNS")
 
 
-def resolved(*overrides: str) -> Config:
+def resolved(*overrides: str) -> ResolvedConfig:
     """The config of `python train.py <TINY> <overrides>`, ready to run here."""
     from hydra._internal.utils import get_args_parser
 

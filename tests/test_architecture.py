@@ -93,8 +93,8 @@ TORCH_IN_FUNCTIONS_ONLY = (
     "src/engine/doctor/probe.py",
 )
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 260, 70
-LINES_OF_A_LIST = {"src/schema.py": 330}  # every key, one after the other: looked things up in, not read
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 260, 60
+LISTS = {"src/schema.py": 420}  # one list of keys, looked up and not read; it grows with what can be set
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def test_a_file_keeps_to_its_room(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= LINES_OF_A_LIST.get(name_of(path), LINES_OF_A_FILE)
+    assert lines <= LISTS.get(name_of(path), LINES_OF_A_FILE)
     assert path.stem not in DRAWERS, "this name says that nobody knew where its content belonged"
     assert not DRAWERS & set(path.relative_to(ROOT).parts[:-1])
 
@@ -275,7 +275,7 @@ def test_every_room_is_in_the_table() -> None:
         ("src/engine/report/tables.py", "def f():\n    import torch", "imports torch"),
         ("src/engine/launch/supervisor.py", "import torch", "imports torch"),
         ("train.py", "from timm import create_model", "imports timm"),
-        ("src/run/lifecycle.py", "def f():\n" + "    pass\n" * 70, "f has 71 lines"),
+        ("src/run/lifecycle.py", "def f():\n" + "    pass\n" * 60, "f has 61 lines"),
     ],
 )
 def test_the_checks_can_fail(file: str, source: str, complaint: str) -> None:
@@ -293,7 +293,7 @@ def test_the_checks_can_fail(file: str, source: str, complaint: str) -> None:
         ("src/engine/launch/supervisor.py", "def f():\n    from torch.distributed.launcher.api import LaunchConfig"),
         ("src/parallel/distributed.py", "import torch.distributed as dist"),
         ("src/data/sampling.py", "from torch.utils.data import DistributedSampler"),
-        ("src/run/lifecycle.py", "def f():\n" + "    pass\n" * 69),
+        ("src/run/lifecycle.py", "def f():\n" + "    pass\n" * 59),
     ],
 )
 def test_the_checks_allow_what_the_plan_allows(file: str, source: str) -> None:

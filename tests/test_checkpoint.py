@@ -22,41 +22,40 @@ import train as entry
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.parallel import build_strategy
-from src.run.build import Parts, build
+from src.run.build import Run, build
 from src.training import checkpoint
-from src.training.loop import Progress
+from src.training.state import Progress
 
 Contents = dict[str, Any]
 SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
 
 
-def parts_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Parts:
+def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Run:
     """What a run is made of, after one step."""
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
-    parts = build(config, strategy, ranks.local_world_size)
-    images, labels = next(parts.train.epoch(0))
-    parts.trainee.wrapped(images, labels).backward()
-    parts.trainee.optimizer.step()
+    run = build(config, strategy, ranks.local_world_size)
+    images, labels = next(run.train.epoch(0))
+    run.state.wrapped(images, labels).backward()
+    run.state.optimizer.step()
     strategy.close()
-    return parts
+    return run
 
 
-def contents_of(parts: Parts, step: int = 1) -> Contents:
-    progress = Progress(step=step, step_in_epoch=step, best_acc=0.25)
-    return checkpoint.snapshot(
-        parts.trainee, progress, parts.images.class_names, parts.preprocessing, {"strategy": "single", "devices": 1}
-    )
-
-
-@pytest.fixture(scope="module")
-def single() -> Parts:
-    return parts_of("parallel=single")
+def contents_of(run: Run, step: int = 1) -> Contents:
+    run.state.progress = Progress(step=step, step_in_epoch=step, best_acc=0.25)
+    made_by = {"strategy": "single", "devices": 1}
+    return checkpoint.snapshot(run.state, run.images.class_names, run.preprocessing, made_by)
 
 
 @pytest.fixture(scope="module")
-def contents(single: Parts) -> Contents:
+def single() -> Run:
+    return run_of("parallel=single")
+
+
+@pytest.fixture(scope="module")
+def contents(single: Run) -> Contents:
     return contents_of(single)
 
 
@@ -75,7 +74,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def ddp_names(ranks: Ranks, store: Any) -> dict[str, list[str]]:
-    return names(contents_of(parts_of("parallel=ddp", "parallel.devices=2", ranks=ranks, store=store)))
+    return names(contents_of(run_of("parallel=ddp", "parallel.devices=2", ranks=ranks, store=store)))
 
 
 def names(contents: Contents) -> dict[str, list[str]]:
@@ -89,21 +88,21 @@ def test_weights_have_the_names_of_plain_timm_under_every_strategy(contents: Con
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
     assert names(contents) == expected
-    assert names(contents_of(parts_of("parallel=dp", "parallel.devices=2"))) == expected
+    assert names(contents_of(run_of("parallel=dp", "parallel.devices=2"))) == expected
     assert in_ranks(ddp_names, 2) == [expected] * 2
     plain.load_state_dict(contents["model"])
 
 
-def test_what_was_saved_comes_back_in_another_trainee(single: Parts, contents: Contents, tmp_path: Path) -> None:
+def test_what_was_saved_comes_back_in_another_state(single: Run, contents: Contents, tmp_path: Path) -> None:
     path = save(tmp_path, contents, 7)
-    other = parts_of("parallel=single", "seed=8").trainee
-    progress = checkpoint.restore(other, checkpoint.load(path))
-    assert progress == Progress(step=7, step_in_epoch=1, best_acc=0.25)
-    for one, two in ((single.trainee.model, other.model), (single.trainee.ema, other.ema)):
+    other = run_of("parallel=single", "seed=8").state
+    checkpoint.restore(other, checkpoint.load(path))
+    assert other.progress == Progress(step=7, step_in_epoch=1, best_acc=0.25)
+    for one, two in ((single.state.model, other.model), (single.state.ema, other.ema)):
         assert one is not None and two is not None
         for name, tensor in two.state_dict().items():
             assert torch.equal(one.state_dict()[name], tensor), name
-    moments = [list(trainee.optimizer.state_dict()["state"].values()) for trainee in (single.trainee, other)]
+    moments = [list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)]
     assert len(moments[0]) == len(list(other.model.parameters()))
     for one, two in zip(*moments, strict=True):
         assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key])) for key in one)
@@ -260,19 +259,21 @@ def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_
 def test_a_checkpoint_of_something_else_is_not_put_into_it(before: str, after: str, said: str) -> None:
     kwargs = ("model.kwargs.num_heads=2",) if "embed_dim" in after else ()
     with pytest.raises(ValueError, match=f"the checkpoint is of {said}") as refusal:
-        checkpoint.restore(parts_of(after, *kwargs).trainee, contents_of(parts_of(before)))
+        checkpoint.restore(run_of(after, *kwargs).state, contents_of(run_of(before)))
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("before", "after"), [("optim.sched=none", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")])
 def test_the_same_optimizer_goes_on(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
-    assert checkpoint.restore(parts_of(after, *sgd).trainee, contents_of(parts_of(before, *sgd))).step == 1
+    state = run_of(after, *sgd).state
+    checkpoint.restore(state, contents_of(run_of(before, *sgd)))
+    assert state.progress.step == 1
 
 
-def test_weights_alone_are_not_gone_on_from(single: Parts, contents: Contents) -> None:
+def test_weights_alone_are_not_gone_on_from(single: Run, contents: Contents) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
-        checkpoint.restore(replace(single.trainee), {"format": 1, "model": contents["model"]})
+        checkpoint.restore(replace(single.state), {"format": 1, "model": contents["model"]})
 
 
 # resume= -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from src.engine.config.resolve import resolve
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.machine.ranks import NEEDED, ranks_from_environment
-from src.schema import Config, global_batch
+from src.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "train.py"
@@ -440,7 +440,7 @@ def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_k
             config.parallel.threads_per_device,
             config.parallel.backend,
         )
-        assert global_batch(config) >= int(config.parallel.devices) >= 1
+        assert config.global_batch >= config.parallel.devices >= 1
         freeze(config, Path(scratch))
         assert dataclasses.asdict(read_frozen(Path(scratch))) == dataclasses.asdict(config)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
 from src.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
-from src.run.lifecycle import Run
-from src.schema import Config, ParallelConfig
+from src.run.lifecycle import Training
+from src.schema import ParallelConfig, ResolvedConfig
 from src.training import checkpoint
 
 SPREADS = {
@@ -65,10 +65,10 @@ class Trained:
         return [line[key] for line in self.lines if key in line]
 
 
-def tell(ranks: Ranks, store: Any, jobs: list[tuple[Config, str]]) -> None:
+def train(ranks: Ranks, store: Any, jobs: list[tuple[ResolvedConfig, str]]) -> None:
     for number, (config, folder) in enumerate(jobs):
         own = None if store is None else torch.distributed.PrefixStore(str(number), store)
-        Run(config, Path(folder), ranks, own).tell()
+        Training(config, Path(folder), ranks, own).train()
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tr
         for _, path in jobs:
             Path(path).mkdir()
         if jobs[0][0].parallel.strategy == "ddp":
-            in_ranks(tell, int(jobs[0][0].parallel.devices), jobs)
+            in_ranks(train, jobs[0][0].parallel.devices, jobs)
         else:
-            tell(Ranks(), None, jobs)
+            train(Ranks(), None, jobs)
 
     def get(training: str, spread: str) -> Trained:
         at = folder(training, spread)

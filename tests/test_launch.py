@@ -273,13 +273,13 @@ def test_nothing_survives_a_killed_launcher(train: Train, strategy: str) -> None
 
 
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
-    from src.run.lifecycle import Run
+    from src.run.lifecycle import Training
 
-    run = Run(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
+    run = Training(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
 
     def spoil() -> None:
         with torch.no_grad():
-            next(run.parts.trainee.model.parameters()).add_(ranks.rank)
+            next(run.state.model.parameters()).add_(ranks.rank)
 
     if where == "start":
         spoil()
@@ -292,7 +292,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 
         run.evaluate_best = then_spoil  # type: ignore[method-assign]
     try:
-        run.tell()
+        run.train()
     except RuntimeError as error:
         return str(error)
     return "not noticed"

@@ -22,8 +22,9 @@ from src.engine.record.console import Console
 from src.engine.record.result import MetricsLog
 from src.parallel import build_strategy
 from src.run.build import build
-from src.run.lifecycle import Run
-from src.training.loop import Progress, train_epoch
+from src.run.lifecycle import Training
+from src.training.loop import train_epoch
+from src.training.state import Progress
 
 BUSY = (  # everything that a step can be asked to do, but for what looks at every step by its nature
     "model.ema.decay=0.99",
@@ -50,24 +51,17 @@ class Looks(TorchDispatchMode):
 def looks(steps: int, *overrides: str) -> int:
     """At values, in so many steps with one boundary."""
     config = resolved(
-        "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640", *overrides
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "data.batch_size=8",
+        "data.limit_train=640",
+        "train.log_every=100",
+        *overrides,
     )
     strategy = build_strategy(config.parallel, Ranks(), None)
-    parts = build(config, strategy, 1)
+    run = build(config, strategy, 1)
     with Looks() as found:
-        for _ in train_epoch(
-            parts.trainee,
-            parts.train.epoch(0),
-            Progress(),
-            strategy=strategy,
-            config=config.train,
-            clip_grad=config.optim.clip_grad,
-            seed=0,
-            steps_per_epoch=steps,
-            is_boundary=lambda step: False,
-            meter=parts.meter,
-            mix=parts.mixing,
-        ):
+        for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, steps, run.mixing):
             pass
     return found.count
 
@@ -102,9 +96,9 @@ def written(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counte
             "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",
             f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
         )  # fmt: skip
-        run = Run(config, folder, Ranks(), None)
-        run.tell()
-        run.close()
+        training = Training(config, folder, Ranks(), None)
+        training.train()
+        training.close()
     monkeypatch.undo()
     return calls
 
@@ -153,24 +147,12 @@ def test_pages_of_freed_tensors_are_used_again() -> None:
 def test_a_steady_step_never_synchronises_with_the_gpu() -> None:
     config = resolved("parallel=single", "parallel.accelerator=cuda", *BUSY, "train.precision=bf16", "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
-    parts = build(config, strategy, 1)
+    run = build(config, strategy, 1)
 
     def train(boundary: int, progress: Progress) -> None:
         """To the boundary, and no further."""
-        steps = train_epoch(
-            parts.trainee,
-            parts.train.epoch(0),
-            progress,
-            strategy=strategy,
-            config=config.train,
-            clip_grad=config.optim.clip_grad,
-            seed=0,
-            steps_per_epoch=10**9,
-            is_boundary=lambda step: step == boundary,
-            meter=parts.meter,
-            mix=parts.mixing,
-        )
-        next(steps)
+        run.state.progress, config.train.log_every = progress, boundary
+        next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, 10**9, run.mixing))
 
     train(3, Progress())
     progress = Progress()

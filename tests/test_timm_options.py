@@ -17,7 +17,7 @@ from src.engine.config.names import timm_optimizers
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.run.build import build
-from src.training.loop import Progress, train_epoch
+from src.training.loop import train_epoch
 from src.training.optim import build_optimizer, build_schedule
 
 SMALL_SWIN = (
@@ -105,28 +105,16 @@ def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
     own = None if store is None else torch.distributed.PrefixStore(option, store)
     spread = build_strategy(config.parallel, ranks, own)
     try:
-        parts = build(config, spread, ranks.local_world_size)
-        progress, losses = Progress(), []
-        for report in train_epoch(
-            parts.trainee,
-            parts.train.epoch(0),
-            progress,
-            strategy=spread,
-            config=config.train,
-            clip_grad=config.optim.clip_grad,
-            seed=config.seed,
-            steps_per_epoch=parts.steps_per_epoch,
-            is_boundary=lambda step: True,
-            meter=parts.meter,
-            mix=parts.mixing,
-        ):
-            losses.append(report.loss)
-        ema = parts.trainee.ema
+        run = build(config, spread, ranks.local_world_size)
+        state, config.train.log_every = run.state, 1
+        steps = train_epoch(state, run.train.epoch(0), config, spread, run.moments, run.steps_per_epoch, run.mixing)
+        losses = [report.loss for report in steps]
+        ema = state.ema
         return {
             "losses": losses,
-            "parameters_equal": spread.parameters_hash(parts.trainee.model)[1],
+            "parameters_equal": spread.parameters_hash(state.model)[1],
             "ema_equal": None if ema is None else spread.parameters_hash(ema.module)[1],
-            "finite": all(bool(p.isfinite().all()) for p in parts.trainee.model.parameters()),
+            "finite": all(bool(p.isfinite().all()) for p in state.model.parameters()),
         }
     finally:
         spread.close()

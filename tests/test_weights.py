@@ -116,5 +116,5 @@ def test_training_starts_from_them(finished_run: Finished) -> None:
 
     path = finished_run.folder / "checkpoints" / "last.pt"
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")
-    parts = build(config, build_strategy(config.parallel, Ranks(), None), 1)
-    assert is_equal(parts.trainee.model, torch.load(path, weights_only=True)["model"])
+    run = build(config, build_strategy(config.parallel, Ranks(), None), 1)
+    assert is_equal(run.state.model, torch.load(path, weights_only=True)["model"])

@@ -26,16 +26,15 @@ from src.engine.config.resolve import resolve
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.run.build import Parts, build
-from src.schema import Config
+from src.run.build import Run, build
+from src.schema import ResolvedConfig
 from src.training import checkpoint
-from src.training.loop import Progress
 from src.training.metrics import evaluate
 
 Figures = dict[str, float]
 
 
-def prepare(*words: str) -> tuple[Config, Single, Parts]:
+def prepare(*words: str) -> tuple[ResolvedConfig, Single, Run]:
     from hydra._internal.utils import get_args_parser
 
     machine = ("parallel=single", "parallel.accelerator=cpu", "parallel.threads_per_device=1", "data=synthetic")
@@ -51,9 +50,9 @@ def seconds(what: Callable[[], object]) -> float:
 
 
 def evaluation(rounds: int) -> list[Figures]:
-    _, strategy, parts = prepare("data.kwargs.num_samples=8192", "data.batch_size=64")
-    model, loader = parts.trainee.model, parts.evaluation["val"]
-    split = parts.images.val
+    _, strategy, run = prepare("data.kwargs.num_samples=8192", "data.batch_size=64")
+    model, loader = run.state.model, run.evaluation["val"]
+    split = run.images.val
 
     def ours() -> object:
         return evaluate(
@@ -61,7 +60,7 @@ def evaluation(rounds: int) -> list[Figures]:
             loader,
             strategy=strategy,
             num_samples=len(split),
-            num_classes=parts.num_classes,
+            num_classes=run.num_classes,
         )
 
     @torch.inference_mode()
@@ -78,18 +77,18 @@ def evaluation(rounds: int) -> list[Figures]:
 
 
 def saving(rounds: int) -> list[Figures]:
-    _, _, parts = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
-    trainee, batches = parts.trainee, parts.train.epoch(0)
+    _, _, run = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
+    state, batches = run.state, run.train.epoch(0)
 
     def step() -> None:
-        trainee.wrapped(*next(batches)).backward()
-        trainee.optimizer.step()
-        trainee.optimizer.zero_grad(set_to_none=True)
+        state.wrapped(*next(batches)).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
 
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
 
         def save(number: int) -> None:
-            contents = checkpoint.snapshot(trainee, Progress(), parts.images.class_names, parts.preprocessing, {})
+            contents = checkpoint.snapshot(state, run.images.class_names, run.preprocessing, {})
             checkpoint.save(Path(folder), contents, number, keep=1, is_best=False)
 
         step()

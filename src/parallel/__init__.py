@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from src.engine.machine.ranks import Ranks
-    from src.schema import ParallelConfig
+    from src.schema import ResolvedParallel
 
 
-def build_strategy(config: ParallelConfig, ranks: Ranks, store: Store | None) -> Single:
+def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) -> Single:
     """The strategy of a resolved config, its devices ready and its process group joined."""
     if config.strategy == "ddp":
         from src.parallel.distributed import Distributed

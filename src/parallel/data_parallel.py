@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from src.engine.machine.ranks import Ranks
 from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.single import Criterion, Single
-from src.schema import ParallelConfig
+from src.schema import ResolvedParallel
 
 
 class DataParallelStrategy(Single):
@@ -30,7 +30,7 @@ class DataParallelStrategy(Single):
 
     kind = "dp"
 
-    def __init__(self, config: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ResolvedParallel, ranks: Ranks) -> None:
         super().__init__(config, ranks)
         self.dim = config.dim or 0
         self.output_device = self.device if config.output_device is None else torch.device("cuda", config.output_device)
@@ -38,7 +38,7 @@ class DataParallelStrategy(Single):
 
     def _choose_devices(self) -> list[torch.device]:
         self._refuse_blind_torch()
-        count = int(self.config.devices)
+        count = self.config.devices
         if self.config.accelerator == "cuda":
             return [torch.device("cuda", index) for index in self.config.device_ids or range(count)]
         return [torch.device("cpu")] * count
@@ -90,7 +90,7 @@ class DataParallelStrategy(Single):
     def _spread(self, module: nn.Module, gather_on: torch.device) -> nn.Module:
         if self.device.type == "cuda":
             return nn.DataParallel(module, self.devices, gather_on, self.dim)
-        return ThreadedDataParallel(module, self.generators, int(self.config.threads_per_device), self.dim)
+        return ThreadedDataParallel(module, self.generators, self.config.threads_per_device, self.dim)
 
 
 class LossOnOutput(nn.Module):

@@ -21,7 +21,7 @@ from src.parallel.packing import as_bytes, pack, unpack
 from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
 from src.parallel.unused import NamingParallel
-from src.schema import ParallelConfig
+from src.schema import ResolvedParallel
 
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
@@ -31,7 +31,7 @@ class Distributed(Single):
 
     kind = "ddp"
 
-    def __init__(self, config: ParallelConfig, ranks: Ranks, store: Store) -> None:
+    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store) -> None:
         super().__init__(config, ranks)
         dist.init_process_group(
             config.backend,

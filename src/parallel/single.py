@@ -16,7 +16,7 @@ from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
 from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.stopping import Stopping
-from src.schema import ParallelConfig
+from src.schema import ResolvedParallel
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,11 +26,11 @@ class Single:
 
     kind = "single"
 
-    def __init__(self, config: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ResolvedParallel, ranks: Ranks) -> None:
         self.config = config
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.node = ranks.local_rank, ranks.node
-        torch.set_num_threads(int(config.threads_per_device))
+        torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
         self.devices = self._choose_devices()

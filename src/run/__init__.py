@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Ranks
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def run(config: Config, folder: Path, ranks: Ranks, store: Store | None) -> None:
+def run(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
     """`lifecycle.run`, imported when it is called: torch and timm take seconds, and a fault in a fork's own code
     belongs into the record of the rank that meets it."""
     with imports_without_collector():

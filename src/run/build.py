@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,34 +16,40 @@ from src.engine.record.meter import Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
 from src.parallel.forward import AUTOCAST
 from src.parallel.single import Single
-from src.schema import Config, global_batch, is_timms, learning_rate
-from src.training.loop import Trainee
+from src.schema import ResolvedConfig, is_timms
+from src.training.moments import Moments
 from src.training.objective import Mixing, build_criterion, build_mixing
 from src.training.optim import build_optimizer, build_schedule
+from src.training.state import TrainState
 
 
 @dataclass
-class Parts:
-    """Everything a run is made of; loaders are this rank's."""
+class Run:
+    """Everything a run is made of, and what has become of it; loaders are this rank's."""
 
+    config: ResolvedConfig
+    strategy: Single
     images: Images
     preprocessing: Preprocessing
     train: TrainLoader
     evaluation: dict[str, Loader]  # val, and test where the data has it
-    trainee: Trainee
+    state: TrainState
     mixing: Mixing | None
-    meter: Meter
+    moments: Moments
     autocast: torch.dtype | None
     steps_per_epoch: int  # optimizer steps
     total_steps: int
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> those of its newest evaluation
+    confusions: dict[str, torch.Tensor] = field(default_factory=dict)  # the same
+    train_loss: float | None = None  # mean over the last whole or partial epoch
 
     @property
     def num_classes(self) -> int:
         return len(self.images.class_names)
 
 
-def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
-    """Build the parts of a resolved config. Errors: ValueError for arguments that data, model or optimizer refuse."""
+def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Run:
+    """Build the parts of a run. Errors: ValueError for arguments that data, model or optimizer refuse."""
     images, preprocessing, model, evaluation = build_evaluation(config, strategy, local_world_size)
     train = _build_train(config, images, preprocessing, strategy, local_world_size)
     steps_per_epoch = train.batches_per_epoch // config.train.accumulate
@@ -51,12 +57,33 @@ def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
         raise ValueError(
             f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches"
         )
-    optimizer = build_optimizer(config.optim, learning_rate(config), model)
+    total_steps = config.train.epochs * steps_per_epoch
+    num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
+    meter = Meter(config.global_batch * config.train.accumulate, strategy.device.type == "cpu")
+    return Run(
+        config=config,
+        strategy=strategy,
+        images=images,
+        preprocessing=preprocessing,
+        train=train,
+        evaluation=evaluation,
+        state=_build_state(config, model, strategy, autocast, steps_per_epoch),
+        mixing=build_mixing(config.data.augment, config.train.smoothing, num_classes, config.seed, strategy.rank),
+        moments=Moments(meter, strategy.stopping),
+        autocast=autocast,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=min(total_steps, config.train.max_steps or total_steps),
+    )
+
+
+def _build_state(
+    config: ResolvedConfig, model: torch.nn.Module, strategy: Single, autocast: torch.dtype | None, steps_per_epoch: int
+) -> TrainState:
+    optimizer = build_optimizer(config.optim, config.learning_rate, model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     criterion = build_criterion(config.train, config.data.augment).to(strategy.device)
-    autocast = AUTOCAST[config.train.precision]
     compiled: Any = torch.compile(model) if config.model.compile else model
-    trainee = Trainee(
+    return TrainState(
         model=model,
         wrapped=strategy.wrap(compiled, criterion, autocast),
         optimizer=optimizer,
@@ -64,26 +91,10 @@ def build(config: Config, strategy: Single, local_world_size: int) -> Parts:
         scaler=torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None,
         ema=build_ema(model, config.model.ema),
     )
-    return Parts(
-        images=images,
-        preprocessing=preprocessing,
-        train=train,
-        evaluation=evaluation,
-        trainee=trainee,
-        mixing=build_mixing(
-            config.data.augment, config.train.smoothing, len(images.class_names), config.seed, strategy.rank
-        ),
-        meter=Meter(global_batch(config) * config.train.accumulate, strategy.device.type == "cpu"),
-        autocast=autocast,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=min(
-            config.train.epochs * steps_per_epoch, config.train.max_steps or config.train.epochs * steps_per_epoch
-        ),
-    )
 
 
 def build_evaluation(
-    config: Config, strategy: Single, local_world_size: int = 1
+    config: ResolvedConfig, strategy: Single, local_world_size: int = 1
 ) -> tuple[Images, Preprocessing, torch.nn.Module, dict[str, Loader]]:
     """(dataset, what its images go through, model with fresh weights, this rank's loaders of val and test)."""
     may_download = config.model.pretrained or is_timms(config.data.name)
@@ -99,20 +110,20 @@ def build_evaluation(
         if split is not None:
             transform = None if isinstance(split, InMemory) else evaluation_transform(preprocessing)
             reader = Reader(split, len(images.class_names), transform, config.seed, config.data.on_error)
-            requests = evaluation_requests(split, global_batch(config), strategy.rank, strategy.world_size)
+            requests = evaluation_requests(split, config.global_batch, strategy.rank, strategy.world_size)
             loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
     return images, preprocessing, model, loaders
 
 
 def _build_train(
-    config: Config, images: Images, preprocessing: Preprocessing, strategy: Single, local_world_size: int
+    config: ResolvedConfig, images: Images, preprocessing: Preprocessing, strategy: Single, local_world_size: int
 ) -> TrainLoader:
     split = images.train
     size = config.data.image_size or images.image_size or preprocessing.input_size[-1]
     transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
     requests = train_requests(
         split,
-        global_batch(config),
+        config.global_batch,
         strategy.rank,
         strategy.world_size,
         config.seed,

@@ -13,7 +13,7 @@ from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.forward import AUTOCAST
 from src.run.build import build_evaluation
-from src.schema import ParallelConfig, global_batch
+from src.schema import Config, ParallelConfig
 from src.training import checkpoint
 from src.training.checkpoint import find_checkpoint
 from src.training.metrics import evaluate
@@ -26,13 +26,14 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
 
     Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
     """
-    config = read_frozen(folder)
-    config.data.batch_size, config.data.batch_size_per_device = global_batch(config), None
+    frozen = read_frozen(folder)
+    config = Config(**vars(frozen))
+    config.data.batch_size, config.data.batch_size_per_device = frozen.global_batch, None
     config.parallel, config.model.sync_bn = ParallelConfig(strategy="single"), False
     config.model.pretrained, config.model.weights = False, None
-    config = resolve(config)
-    strategy = build_strategy(config.parallel, Ranks(), None)
-    images, _, model, loaders = build_evaluation(config, strategy)
+    resolved = resolve(config)
+    strategy = build_strategy(resolved.parallel, Ranks(), None)
+    images, _, model, loaders = build_evaluation(resolved, strategy)
     path = find_checkpoint(folder, wanted)
     contents = checkpoint.load(path, strategy.device)
     chosen = list(loaders) if split == "all" else [split]
@@ -49,4 +50,4 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
             unreadable=loaders[name].unreadable,
         )
         assert found is not None  # nobody asked it to stop
-        yield name, {"checkpoint": str(path), "weights": weights, **found.numbers()}
+        yield name, {"checkpoint": str(path), "weights": weights, **found.numbers(), **found.details()}

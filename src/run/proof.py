@@ -8,21 +8,17 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from src.engine.machine.process import process_started_at
 from src.engine.machine.ranks import host_name
+from src.engine.record.console import banner
 from src.engine.record.result import Result
 from src.models.build import count_parameters
-from src.parallel.single import Single
-from src.run.build import Parts
-from src.schema import Config, global_batch, learning_rate
-from src.training.loop import Progress
-
-if TYPE_CHECKING:
-    from src.run.lifecycle import Run
+from src.run.build import Run
+from src.schema import ResolvedConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,118 +31,107 @@ class Proof:
     parameters_hash: str
 
 
-def prove_start(parts: Parts, strategy: Single) -> Proof:
+def prove_start(run: Run) -> Proof:
     """Measure the world size and that all ranks hold the same parameters.
 
     Errors: RuntimeError when they do not; training on would give each rank a model of its own.
     """
-    digest, equal = strategy.parameters_hash(parts.trainee.model)
+    digest, equal = run.strategy.parameters_hash(run.state.model)
     if not equal:
         raise RuntimeError("the ranks start with different parameters; does the model draw random numbers elsewhere?")
-    measured, asked = strategy.measured_world_size(), int(strategy.config.devices)
+    measured, asked = run.strategy.measured_world_size(), run.config.parallel.devices
     if measured != asked:
         raise RuntimeError(f"world size: {asked} devices were asked for, but {measured} take part")
     return Proof(measured, digest)
 
 
-def show_banner(config: Config, folder: Path, parts: Parts, strategy: Single, progress: Progress) -> None:
-    if strategy.is_first:
-        from src.engine.record.console import banner
-
-        banner(_banner(config, folder, parts, strategy, progress))
+def show_banner(run: Run, folder: Path) -> None:
+    if run.strategy.is_first:
+        banner(_facts(run, folder))
 
 
-def _banner(config: Config, folder: Path, parts: Parts, strategy: Single, progress: Progress) -> dict[str, str]:
-    parallel, batch, devices = config.parallel, global_batch(config), int(config.parallel.devices)
+def _facts(run: Run, folder: Path) -> dict[str, str]:
+    config, strategy, parallel = run.config, run.strategy, run.config.parallel
+    batch, devices, shard = config.global_batch, parallel.devices, run.train.requests.shard
     on = f"{devices} {parallel.accelerator} device{'s' * (devices > 1)}"
     if parallel.accelerator == "cpu":
-        on += f" of {parallel.threads_per_device} thread{'s' * (int(parallel.threads_per_device) > 1)}"
+        on += f" of {parallel.threads_per_device} thread{'s' * (parallel.threads_per_device > 1)}"
         on += " (threads on CPU: its speed says nothing about GPUs)" if strategy.kind == "dp" else ""
-    rate, rule = learning_rate(config), config.optim.lr_rule
+    rule = config.optim.lr_rule
     scaled = (
         "" if rule == "none" else f" = {config.optim.lr:g} x {rule} rule to batch {batch * config.train.accumulate}"
     )
-    dropped = parts.train.requests.shard.dropped
     chunks = strategy.chunk_sizes(batch)
     per_device = str(chunks[0]) if len(set(chunks)) == 1 else str(chunks)
-    steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
+    steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
     if config.train.max_steps is not None:
-        steps = f"{parts.total_steps} (max_steps)"
-    workers = parts.train.num_workers
+        steps = f"{run.total_steps} (max_steps)"
+    workers = run.train.num_workers
     loading = f"{workers} loader process{'es' * (workers > 1)} per rank" if workers else "read without loader processes"
     return {
-        "model": f"{config.model.name}, {count_parameters(parts.trainee.model):,} parameters, {config.train.precision}",
-        "data": f"{config.data.name}, {parts.train.requests.shard.num_images:,} training images, {dropped} dropped per epoch, "
+        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
+        "data": f"{config.data.name}, {shard.num_images:,} training images, {shard.dropped} dropped per epoch, "
         f"{loading}",
         "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
         "batch": f"{batch} global, {per_device} per device"
         + (f", x {config.train.accumulate} accumulated" * (config.train.accumulate > 1)),
-        "steps": steps + (f", from {progress.step}" if progress.step else ""),
-        "lr": f"{rate:g}{scaled}, {config.optim.sched}",
+        "steps": steps + (f", from {run.state.progress.step}" if run.state.progress.step else ""),
+        "lr": f"{config.learning_rate:g}{scaled}, {config.optim.sched}",
         "folder": str(folder),
     }
 
 
-def collect(run: Run, proof: Proof) -> Result:
+def make_result(run: Run, folder: Path, proof: Proof) -> Result:
     """The result of a finished run; collective. Errors: RuntimeError when the ranks have drifted apart."""
-    config, parts, strategy, progress = run.config, run.parts, run.strategy, run.progress
-    digest, equal = strategy.parameters_hash(parts.trainee.model)
+    config, strategy, step, meter = run.config, run.strategy, run.state.progress.step, run.moments.meter
+    digest, equal = strategy.parameters_hash(run.state.model)
     if not equal:
         raise RuntimeError("the ranks end with different parameters: gradients were not synchronised")
-    cpu = strategy.gather(parts.meter.cpu_seconds_per_second())
-    state_bytes = strategy.gather(_state_bytes(parts.trainee.optimizer))
+    cpu = strategy.gather(meter.cpu_seconds_per_second())
+    state_bytes = strategy.gather(_state_bytes(run.state.optimizer))
     result = Result(
         status="done",
         strategy=strategy.kind,
         accelerator=config.parallel.accelerator,
-        devices=int(config.parallel.devices),
-        threads_per_device=int(config.parallel.threads_per_device),
+        devices=config.parallel.devices,
+        threads_per_device=config.parallel.threads_per_device,
         world_size=proof.world_size,
         processes=strategy.world_size,
         nodes=config.cluster.nodes,
         hosts=list(dict(strategy.gather([strategy.node, host_name()])).values()),
         backend=strategy.backend,
+        tags=config.tags,
         model=config.model.name,
-        parameters=count_parameters(parts.trainee.model),
-        batch_size=global_batch(config),
-        steps=progress.step,
-        epochs=progress.step / parts.steps_per_epoch,
-        samples_seen=progress.step * global_batch(config) * config.train.accumulate,
-        dropped_per_epoch=parts.train.requests.shard.dropped,
-        skipped=_skipped(parts, strategy),
+        parameters=count_parameters(run.state.model),
+        batch_size=config.global_batch,
+        steps=step,
+        epochs=step / run.steps_per_epoch,
+        samples_seen=step * config.global_batch * config.train.accumulate,
+        dropped_per_epoch=run.train.requests.shard.dropped,
+        skipped=_skipped(run),
         train={"loss": run.train_loss},
-        val={**_numbers(run, "val"), "acc_best": progress.best_acc},
-        test=_numbers(run, "test"),
-        throughput=parts.meter.throughput(),
+        val=run.numbers["val"],
+        test=run.numbers.get("test", {}),
+        throughput=meter.throughput(),
         memory=strategy.memory(),
         cpu={"seconds_per_second": None if None in cpu else sum(cpu)},
-        data_wait=parts.meter.data_wait(),
-        communication=strategy.communication(parts.trainee.model, parts.trainee.wrapped, config.train.accumulate),
-        seconds=_seconds(parts.meter.first_step_at),
+        data_wait=meter.data_wait(),
+        communication=strategy.communication(run.state.model, run.state.wrapped, config.train.accumulate),
+        seconds=_seconds(meter.first_step_at),
         parameters_hash=digest,
-        checkpoint="checkpoints/best.pt"
-        if (run.folder / "checkpoints" / "best.pt").exists()
-        else "checkpoints/last.pt",
+        checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
         proof={
             "parameters_hash_start": proof.parameters_hash,
             "hashes_equal": equal,
-            "chunk_sizes": strategy.chunk_sizes(global_batch(config)),
+            "chunk_sizes": strategy.chunk_sizes(config.global_batch),
             "optimizers": strategy.world_size,
             "optimizer_state_bytes": state_bytes,
-            "files_per_rank": dict(enumerate(strategy.gather(_open_files(run.folder)))),
-            **_count_indices(parts, strategy),
+            "files_per_rank": dict(enumerate(strategy.gather(_open_files(folder)))),
+            **_count_indices(run),
         },
     )
     result.objective = objective(result, config.optimized_metric)
     return result
-
-
-def _numbers(run: Run, split: str) -> dict[str, Any]:
-    """Of the newest evaluation of a split, averaged weights beside the raw ones; empty where there is no such split."""
-    raw, ema = run.evaluations.get(split), run.evaluations.get(f"{split}_ema")
-    if raw is None:
-        return {}
-    return raw.numbers() | ({} if ema is None else {"loss_ema": ema.loss, "acc_ema": ema.acc})
 
 
 def objective(result: Result, name: str) -> float | None:
@@ -157,7 +142,7 @@ def objective(result: Result, name: str) -> float | None:
     return getattr(result, split).get(metric)  # type: ignore[no-any-return]
 
 
-def show_end(config: Config, folder: Path, result: Result) -> None:
+def show_end(config: ResolvedConfig, folder: Path, result: Result) -> None:
     """The last lines: where the run is, how good, and how to look at it."""
     found = f"val/acc {result.val['acc']:.4f} (best {result.val['acc_best']:.4f})"
     found += f", test/acc {result.test['acc']:.4f}" if result.test else ""
@@ -180,25 +165,25 @@ def _against_target(loss: float | None, target: float) -> str:
     )
 
 
-def _skipped(parts: Parts, strategy: Single) -> dict[str, int]:
+def _skipped(run: Run) -> dict[str, int]:
     """How many images of each split could not be read, by any rank; says so where there are any. Collective."""
     counts, first = {}, ""
-    for name, loader in {"train": parts.train, **parts.evaluation}.items():
-        indices = sorted({index for own in strategy.gather(sorted(loader.unreadable)) for index in own})
+    for name, loader in {"train": run.train, **run.evaluation}.items():
+        indices = sorted({index for own in run.strategy.gather(sorted(loader.unreadable)) for index in own})
         if indices:
             counts[name] = len(indices)
             files = getattr(loader.reader.split, "files", None)
             first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
-    if counts and strategy.is_first:
+    if counts and run.strategy.is_first:
         each = ", ".join(f"{split} {count}" for split, count in counts.items())
         log.info("skipped      unreadable images: %s; the first: %s", each, first)
     return counts
 
 
-def _count_indices(parts: Parts, strategy: Single) -> dict[str, Any]:
+def _count_indices(run: Run) -> dict[str, Any]:
     """Counted, not computed: the indices that all ranks read in one epoch."""
-    shard = parts.train.requests.shard
-    shards = strategy.gather(shard.shard().tolist())
+    shard = run.train.requests.shard
+    shards = run.strategy.gather(shard.shard().tolist())
     seen = [index for indices in shards for index in indices]
     return {
         "indices_seen": len(seen),

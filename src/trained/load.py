@@ -12,7 +12,7 @@ from torch import nn
 from src.data.augment import Preprocessing
 from src.engine.config.compose import read_frozen
 from src.models.build import build_model
-from src.schema import Config
+from src.schema import ResolvedConfig
 from src.training import checkpoint
 from src.training.checkpoint import find_checkpoint
 
@@ -22,7 +22,7 @@ class Trained:
     """`model` is in evaluation mode."""
 
     model: nn.Module
-    config: Config
+    config: ResolvedConfig
     preprocessing: Preprocessing
     class_names: list[str]
     checkpoint: Path
@@ -49,7 +49,7 @@ def load_trained(folder: Path, wanted: str | None, weights: str | None, device: 
     return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)
 
 
-def judged_weights(config: Config) -> str:
+def judged_weights(config: ResolvedConfig) -> str:
     """Which of a run's weights `checkpoint.metric` is of: model or ema."""
     return "ema" if config.checkpoint.metric.endswith("_ema") else "model"
 

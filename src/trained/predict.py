@@ -25,7 +25,7 @@ from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.forward import AUTOCAST
 from src.parallel.single import Single
-from src.schema import Config, DataConfig, ParallelConfig
+from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
 from src.trained.load import Trained, load_trained
 
 
@@ -77,7 +77,7 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
     return [merged[number] for number in sorted(merged)]
 
 
-def _resolved(wanted: Wanted, ranks: Ranks) -> ParallelConfig:
+def _resolved(wanted: Wanted, ranks: Ranks) -> ResolvedParallel:
     config = Config(parallel=wanted.parallel, data=DataConfig(batch_size=None, batch_size_per_device=wanted.batch_size))
     check_combination(config)
     if wanted.parallel.strategy == "ddp":

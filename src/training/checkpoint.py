@@ -29,7 +29,7 @@ from src.engine.machine.files import write_text
 from src.engine.machine.platform import sync
 from src.engine.record.result import read_result
 from src.training import checkpoint
-from src.training.loop import Progress, Trainee
+from src.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -124,37 +124,36 @@ def newest(folder: Path) -> Path | None:
 
 
 def snapshot(
-    trainee: Trainee, progress: Progress, classes: list[str], preprocessing: Preprocessing, made_by: dict[str, Any]
+    state: TrainState, classes: list[str], preprocessing: Preprocessing, made_by: dict[str, Any]
 ) -> dict[str, Any]:
     """Everything a run needs to go on, and its model to be used: tensors and plain values.
 
     Schedule and random draws are functions of the step.
     """
     return {
-        "model": trainee.model.state_dict(),
-        "optimizer": trainee.optimizer.state_dict(),
-        "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
-        "ema": None if trainee.ema is None else trainee.ema.module.state_dict(),
-        "progress": dataclasses.asdict(progress),
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": None if state.scaler is None else state.scaler.state_dict(),
+        "ema": None if state.ema is None else state.ema.module.state_dict(),
+        "progress": dataclasses.asdict(state.progress),
         "classes": list(classes),
         "preprocessing": dataclasses.asdict(preprocessing),
         "made_by": made_by,
     }
 
 
-def restore(trainee: Trainee, contents: dict[str, Any]) -> Progress:
+def restore(state: TrainState, contents: dict[str, Any]) -> None:
     """Put a snapshot back. Errors: ValueError when it is of another model or optimizer."""
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
-    restore_weights(trainee, contents)
-    progress = Progress(**contents["progress"])
-    _restore_optimizer(trainee.optimizer, contents)
-    if trainee.schedule is not None:
-        trainee.schedule.step_update(progress.step)
-    if trainee.scaler is not None and contents["scaler"] is not None:
-        trainee.scaler.load_state_dict(contents["scaler"])
-    return progress
+    restore_weights(state, contents)
+    state.progress = Progress(**contents["progress"])
+    _restore_optimizer(state.optimizer, contents)
+    if state.schedule is not None:
+        state.schedule.step_update(state.progress.step)
+    if state.scaler is not None and contents["scaler"] is not None:
+        state.scaler.load_state_dict(contents["scaler"])
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any]) -> None:
@@ -169,11 +168,11 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any
         raise ValueError(f"resume: the checkpoint is of another optimizer than {kind} ({error})") from None
 
 
-def restore_weights(trainee: Trainee, contents: dict[str, Any]) -> None:
+def restore_weights(state: TrainState, contents: dict[str, Any]) -> None:
     """The model's, and the averaged ones where there are. Errors: ValueError when they are of another architecture."""
-    load_weights(trainee.model, contents, "model")
-    if trainee.ema is not None and contents["ema"] is not None:
-        load_weights(trainee.ema.module, contents, "ema")
+    load_weights(state.model, contents, "model")
+    if state.ema is not None and contents["ema"] is not None:
+        load_weights(state.ema.module, contents, "ema")
 
 
 def load_weights(model: nn.Module, contents: dict[str, Any], which: str) -> None:

@@ -23,9 +23,7 @@ class NotFiniteError(RuntimeError):
 class LossWindow:
     """The losses since the last boundary. They stay on the device until `fetch`."""
 
-    def __init__(self, total: float = 0.0, count: int = 0) -> None:
-        """`total` and `count`: of steps that a resumed run has done since that boundary."""
-        self.total, self.count = total, count
+    def __init__(self) -> None:
         self._steps: list[int] = []
         self._losses: list[Tensor] = []
 
@@ -33,21 +31,21 @@ class LossWindow:
         self._steps.append(step)
         self._losses.append(loss)
 
-    def fetch(self, strategy: Single) -> float:
-        """The sum of the losses, each the mean over the ranks. Collective. Errors: NotFiniteError with the first bad step.
+    def fetch(self, strategy: Single) -> list[float]:
+        """The losses, each the mean over the ranks, and an empty window. Collective.
 
-        Added up one after the other, so that a run stopped in between and resumed gets the same bits.
+        Errors: NotFiniteError with the first bad step.
         """
-        if self._losses:
-            own = torch.stack(self._losses)
-            for index, (step, loss) in enumerate(zip(self._steps, strategy.sum(own).tolist(), strict=True)):
-                if not math.isfinite(loss):
-                    bad = [rank for rank, ok in enumerate(strategy.gather(bool(own[index].isfinite()))) if not ok]
-                    raise NotFiniteError(f"the loss is {loss} at step {step} (rank {', '.join(map(str, bad))})", step)
-                self.total += loss / strategy.world_size
-                self.count += 1
-            self._steps, self._losses = [], []
-        return self.total
+        if not self._losses:
+            return []
+        own = torch.stack(self._losses)
+        losses = strategy.sum(own).tolist()
+        for index, (step, loss) in enumerate(zip(self._steps, losses, strict=True)):
+            if not math.isfinite(loss):
+                bad = [rank for rank, ok in enumerate(strategy.gather(bool(own[index].isfinite()))) if not ok]
+                raise NotFiniteError(f"the loss is {loss} at step {step} (rank {', '.join(map(str, bad))})", step)
+        self._steps, self._losses = [], []
+        return [loss / strategy.world_size for loss in losses]
 
 
 class Buffers:

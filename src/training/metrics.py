@@ -43,16 +43,31 @@ class Evaluation:
         hits = self.confusion.diag().tolist()
         return [hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
 
-    def numbers(self) -> dict[str, Any]:
-        """As they stand in result.json."""
-        return {
-            "loss": self.loss,
-            "acc": self.acc,
-            "acc5": self.acc5,
-            "correct": self.correct,
-            "samples": self.samples,
-            "acc_per_class": self.acc_per_class,
-        }
+    def numbers(self) -> dict[str, float | None]:
+        """Every metric, None where this data has no such value. A metric is added here, and only here.
+
+        It then stands in TensorBoard, metrics.jsonl and result.json as `<split>/<name>`, and `checkpoint.metric`,
+        `optimized_metric` and searches can name it. They read the names from this dict without importing this file, so
+        its keys are plain strings.
+        """
+        return {"loss": self.loss, "acc": self.acc, "acc5": self.acc5}
+
+    def details(self) -> dict[str, Any]:
+        """What else stands in result.json."""
+        return {"correct": self.correct, "samples": self.samples, "acc_per_class": self.acc_per_class}
+
+
+LOWER_IS_BETTER = ("loss",)  # of the numbers; the others are better when higher
+
+
+def is_lower_better(name: str) -> bool:
+    """`name` as in `numbers`, or with `_ema`."""
+    return name.removesuffix("_ema") in LOWER_IS_BETTER
+
+
+def with_averaged(raw: Evaluation, averaged: Evaluation | None) -> dict[str, float | None]:
+    """The numbers of an evaluation, and of one of the averaged weights under the same names with `_ema`."""
+    return raw.numbers() | {f"{name}_ema": value for name, value in (averaged.numbers() if averaged else {}).items()}
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from src.data.loader import Reader
 from src.data.sampling import Request
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_metrics, read_result
-from src.run.lifecycle import Run
+from src.run.lifecycle import Training
 
 RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
 
@@ -203,8 +203,8 @@ SETTINGS = (
 def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
-    run = Run(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
-    run.tell()
+    run = Training(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
+    run.train()
     run.close()
 
 

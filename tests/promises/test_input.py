@@ -12,7 +12,7 @@ from conftest import in_ranks, resolved
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
-from src.run.lifecycle import Run
+from src.run.lifecycle import Training
 
 FIXED = (
     "model=tiny",
@@ -93,7 +93,7 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: list[tuple[str, ...]])
         folder = Path(base) / str(number)
         folder.mkdir(exist_ok=True)
         try:
-            Run(resolved(*FIXED, *words), folder, ranks, PrefixStore(str(number), store)).tell()
+            Training(resolved(*FIXED, *words), folder, ranks, PrefixStore(str(number), store)).train()
             said.append("" if read_result(folder).status == "done" else "no result")
         except Exception as error:
             said.append(f"{' '.join(words)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

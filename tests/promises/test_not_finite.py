@@ -14,7 +14,7 @@ from torch import nn
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_metrics
-from src.run.lifecycle import Run
+from src.run.lifecycle import Training
 from src.training import checkpoint
 from src.training.finite import NotFiniteError
 
@@ -53,18 +53,18 @@ def train(
 ) -> dict[str, Any]:
     config = resolved(*SETTINGS, f"parallel={'ddp' if ranks.world_size > 1 else 'single'}", *overrides)
     torch.set_num_threads(1)
-    parts = Run(config, Path(folder), ranks, store)
-    model = parts.parts.trainee.model
+    training = Training(config, Path(folder), ranks, store)
+    model = training.state.model
     poison = Poison(model.head, steps if ranks.rank == bad_rank else set())  # type: ignore[arg-type]
     model.head = poison
     said = ""
     try:
-        parts.tell()
+        training.train()
     except NotFiniteError as error:
         said = str(error)
-        parts.strategy.close()
+        training.strategy.close()
     weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
-    return {"said": said, "step": parts.progress.step, "skipped": parts.progress.skipped, "weights": weights}
+    return {"said": said, "step": training.progress.step, "skipped": training.progress.skipped, "weights": weights}
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from torch import nn
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped
 from src.engine.record.result import read_metrics
-from src.run.lifecycle import Run
+from src.run.lifecycle import Training
 from src.training import checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -50,14 +50,14 @@ STOPS = (1, 3, EPOCH, EPOCH + 1, 11, STEPS - 1)
 class StopsAt(nn.Module):
     """A head that gets a stop signal in the forward pass of one step, as if from outside."""
 
-    def __init__(self, head: nn.Module, run: Run, step: int) -> None:
+    def __init__(self, head: nn.Module, training: Training, step: int) -> None:
         super().__init__()
         self.head, self.step = head, step
-        self.__dict__["run"] = run  # not a submodule
+        self.__dict__["trained"] = training  # not a submodule
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self.training and self.run.progress.step + 1 == self.step:
-            self.run.strategy.stopping.request(signal.SIGTERM)
+        if self.training and self.trained.progress.step + 1 == self.step:
+            self.trained.strategy.stopping.request(signal.SIGTERM)
         return self.head(features)  # type: ignore[no-any-return]
 
 
@@ -67,12 +67,12 @@ def train(
     """Train in `folder` from where it is, to the end or to a stop signal in step `stop_at`: the (epoch, index) read here."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
-    run = Run(resolved(*SETTINGS, *overrides), Path(folder), ranks, store)
-    run.resume()
-    model, reader, read = run.parts.trainee.model, run.parts.train.reader, []
+    training = Training(resolved(*SETTINGS, *overrides), Path(folder), ranks, store)
+    training.resume()
+    model, reader, read = training.state.model, training.run.train.reader, []
     if stop_at is not None:
         inner = model.head.forward
-        stops = StopsAt(nn.Identity(), run, stop_at)
+        stops = StopsAt(nn.Identity(), training, stop_at)
         model.head.forward = lambda features: inner(stops.train(model.training)(features))  # type: ignore[method-assign, assignment, operator]
     fetch = type(reader).__getitems__
 
@@ -80,17 +80,17 @@ def train(
         read.extend((request.epoch, index) for index in request.indices.tolist())
         return fetch(reader, request)
 
-    if run.config.data.workers != 2:  # a spy cannot be sent to loader workers
+    if training.config.data.workers != 2:  # a spy cannot be sent to loader workers
         reader.__getitems__ = spy  # type: ignore[method-assign]
-    run.show_images = lambda: None  # type: ignore[method-assign]  # it looks at the first batch, aside
+    training.show_images = lambda: None  # type: ignore[method-assign]  # it looks at the first batch, aside
     try:
-        run.tell()
+        training.train()
         assert stop_at is None, "it should have stopped"
     except Stopped:
-        assert run.progress.step in (stop_at, (stop_at or 0) + 1)
-        run.strategy.close()
+        assert training.progress.step in (stop_at, (stop_at or 0) + 1)
+        training.strategy.close()
     finally:
-        run.close()
+        training.close()
     return read
 
 

@@ -24,7 +24,7 @@ from src.engine.config.names import hint
 from src.engine.config.rules import check_values
 from src.engine.machine import hardware
 from src.engine.machine.secrets import hide_in
-from src.schema import Config
+from src.schema import Config, ResolvedConfig, as_resolved
 
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
@@ -165,7 +165,7 @@ def freeze(config: Config, folder: Path) -> None:
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
 
 
-def read_frozen(folder: Path) -> Config:
+def read_frozen(folder: Path) -> ResolvedConfig:
     """The Config that `freeze` wrote. Errors: ValueError when it is missing or does not fit the schema."""
     path = folder / "config.yaml"
     try:
@@ -173,7 +173,8 @@ def read_frozen(folder: Path) -> Config:
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(f"{folder}: no config.yaml of a run here that can be read") from None
-    return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")]))
+    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")])
+    return as_resolved(to_config(task))
 
 
 def _hydra(arguments: Any) -> Any:

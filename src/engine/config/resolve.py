@@ -8,12 +8,12 @@ import shutil
 
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS, backend_for
-from src.schema import Config, global_batch
+from src.schema import Config, ResolvedConfig, as_resolved
 
 DEFAULT_BATCH_SIZE = 64
 
 
-def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> Config:
+def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
     """A copy of `config` without `auto` in the keys that decide what a run computes.
 
     `world_size` and `local_world_size` are given where the ranks were started from outside (torchrun).
@@ -34,9 +34,10 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
         parallel.backend = backend_for(parallel.accelerator)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
         config.data.batch_size = DEFAULT_BATCH_SIZE
-    _check_batch(config)
-    _check_compiler(config)
-    return config
+    resolved = as_resolved(config)
+    _check_batch(resolved)
+    _check_compiler(resolved)
+    return resolved
 
 
 def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None:
@@ -112,8 +113,8 @@ def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
         raise ValueError("model.sync_bn=true: torch's SyncBatchNorm works on CUDA only")
 
 
-def _check_batch(config: Config) -> None:
-    strategy, devices, batch = config.parallel.strategy, int(config.parallel.devices), global_batch(config)
+def _check_batch(config: ResolvedConfig) -> None:
+    strategy, devices, batch = config.parallel.strategy, config.parallel.devices, config.global_batch
     if batch < devices:
         raise ValueError(f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}")
     if batch % devices and strategy == "ddp":  # dp may have unequal chunks; their sizes are recorded
@@ -125,7 +126,7 @@ def _check_batch(config: Config) -> None:
         raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")
 
 
-def _check_compiler(config: Config) -> None:
+def _check_compiler(config: ResolvedConfig) -> None:
     """torch.compile would say so only in the first step, over two screens."""
     if not config.model.compile:
         return

@@ -14,13 +14,13 @@ from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
-from src.schema import Config, global_batch
+from src.schema import ResolvedConfig
 
 PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
-def describe(error: Exception, config: Config, ranks: Ranks, log: Path) -> dict[str, Any]:
+def describe(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) -> dict[str, Any]:
     """The record of an exception; call it while the exception is being handled."""
     kind, text = type(error).__name__, _text(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -111,8 +111,8 @@ def _text(error: Exception) -> str:
     return " ".join(lines)[:500]
 
 
-def _out_of_memory(text: str, config: Config, ranks: Ranks) -> str:
-    batch, devices, train = global_batch(config), int(config.parallel.devices), config.train
+def _out_of_memory(text: str, config: ResolvedConfig, ranks: Ranks) -> str:
+    batch, devices, train = config.global_batch, config.parallel.devices, config.train
     where = config.parallel.accelerator + (f":{ranks.local_rank}" if config.parallel.accelerator == "cuda" else "")
     smaller = f"data.batch_size={max(devices, batch // 2)} train.accumulate={train.accumulate * 2} (the same training)"
     bf16 = "" if train.precision == "bf16" or config.parallel.accelerator == "cpu" else "train.precision=bf16, "

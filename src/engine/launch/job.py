@@ -13,7 +13,7 @@ from src.engine.launch.supervisor import SAFE_PATH, Ended, run_ranks
 from src.engine.machine.lock import own
 from src.engine.record.environment import write_environment
 from src.engine.record.result import Result, read_result, write_result
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 
 def job_command(folder: Path) -> list[str]:
@@ -21,14 +21,14 @@ def job_command(folder: Path) -> list[str]:
     return [sys.executable, *SAFE_PATH, "-m", "src.engine.launch.job", str(folder)]
 
 
-def run_job(config: Config, folder: Path) -> int:
+def run_job(config: ResolvedConfig, folder: Path) -> int:
     """Run a resolved config in processes of its own; `folder` holds everything it leaves. Returns the exit code."""
     prepare(config, folder)
     ended = run_ranks(config, folder)
     return conclude(config, folder, ended)
 
 
-def prepare(config: Config, folder: Path) -> None:
+def prepare(config: ResolvedConfig, folder: Path) -> None:
     """Put into the run folder what ranks read, and remove what an earlier attempt said of its end."""
     for stale in [folder / "result.json", *(folder / "logs").glob("failure_rank_*.json")]:
         stale.unlink(missing_ok=True)
@@ -36,7 +36,7 @@ def prepare(config: Config, folder: Path) -> None:
     write_environment(config, folder)
 
 
-def conclude(config: Config, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
+def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
     """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
     console = console or sys.stderr
     result = _own_result(folder)
@@ -61,7 +61,9 @@ def _own_result(folder: Path) -> Result | None:
         return None
 
 
-def _record(config: Config, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None) -> None:
+def _record(
+    config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
+) -> None:
     parallel = config.parallel
     write_result(
         folder,
@@ -70,10 +72,11 @@ def _record(config: Config, folder: Path, status: str, reason: str, failure: dic
             reason=reason,
             strategy=parallel.strategy,
             accelerator=parallel.accelerator,
-            devices=int(parallel.devices),
+            devices=parallel.devices,
             nodes=config.cluster.nodes,
             model=config.model.name,
-            batch_size=config.data.batch_size,
+            batch_size=config.global_batch,
+            tags=config.tags,
             failure=failure,
         ),
     )

@@ -21,19 +21,18 @@ from src.engine.machine.process import die_with_parent
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import HidingFormatter
 from src.engine.machine.signals import Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-Run = Callable[
-    [Config, Path, Ranks, "Store | None"], None
-]  # what a rank does; handed in, because the engine imports none of it
+# What a rank does; handed in, because the engine imports none of it.
+RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
 STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for ranks that have left
 
 
-def main(folder: Path, run: Run) -> int:
+def main(folder: Path, run: RankMain) -> int:
     """Run the rank that this process is, on a run folder prepared by job.py. Returns the exit code."""
     from src.engine.config.compose import read_frozen
 
@@ -45,8 +44,8 @@ def main(folder: Path, run: Run) -> int:
 
 
 def run_rank(
-    run: Run,
-    config: Config,
+    run: RankMain,
+    config: ResolvedConfig,
     folder: Path,
     ranks: Ranks,
     store: Store | None,
@@ -73,7 +72,7 @@ def run_rank(
 
 
 def _run_recorded(
-    run: Run, config: Config, folder: Path, ranks: Ranks, store: Store | None, own_log: Path, signs: Signs
+    run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None, own_log: Path, signs: Signs
 ) -> int:
     try:
         run(config, folder, ranks, store)

@@ -16,7 +16,7 @@ from src.engine.config.compose import CODE_KEYS, CONF, read_frozen
 from src.engine.machine.lock import is_owned
 from src.engine.machine.secrets import hide, mask
 from src.engine.record.result import read_result
-from src.schema import Config, TrainConfig, global_batch, leaves
+from src.schema import Config, ResolvedConfig, TrainConfig, leaves
 
 # What makes it the same training; strategy, devices and length may change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
@@ -63,7 +63,7 @@ def _still_meant(saved: list[str], given: list[str]) -> list[str]:
     return [word for word in saved if word.partition("=")[0] not in foreign]
 
 
-def folder_to_resume(config: Config) -> Path | None:
+def folder_to_resume(config: ResolvedConfig) -> Path | None:
     """The folder that `resume` names; for auto the newest unfinished run of this task, or None: a new run starts."""
     if config.resume is None:
         return None
@@ -85,7 +85,7 @@ def folder_to_resume(config: Config) -> Path | None:
     return None
 
 
-def check_resumable(config: Config, folder: Path) -> None:
+def check_resumable(config: ResolvedConfig, folder: Path) -> None:
     """Say what has changed since the run began; refuse what would make it another training.
 
     Errors: ValueError, unless resume_strict=false.
@@ -113,19 +113,19 @@ def _asked(overrides: list[str]) -> Path | None:
     return None
 
 
-def _differences(config: Config, folder: Path) -> list[str]:
+def _differences(config: ResolvedConfig, folder: Path) -> list[str]:
     frozen = read_frozen(folder)
-    before, batch = dict(_settings(frozen)), global_batch(frozen)
+    before, batch = dict(_settings(frozen)), frozen.global_batch
     changed = [
         f"{key}={value} (was {before.get(key)})"
         for key, value in _settings(config)
         if before.get(key) != value and key.startswith(MUST_STAY) and key not in MAY_CHANGE
     ]
-    if not changed and global_batch(config) != batch:  # data.batch_size_per_device on another number of devices
+    if not changed and config.global_batch != batch:  # data.batch_size_per_device on another number of devices
         per_device, devices = config.data.batch_size_per_device, config.parallel.devices
         changed = [
             f"parallel.devices={devices}: with data.batch_size_per_device={per_device} the global batch "
-            f"{global_batch(config)} (was {batch})"
+            f"{config.global_batch} (was {batch})"
         ]
     return changed
 

@@ -23,7 +23,7 @@ from src.engine.launch.meeting import Meeting, Place, listen_towards, register_b
 from src.engine.machine import hardware
 from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
 from src.engine.machine.process import imports_without_collector, no_survivors, process_started_at
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
@@ -41,7 +41,7 @@ class Ended:
     )
 
 
-def run_ranks(config: Config, folder: Path, meeting: Meeting | None = None) -> Ended:
+def run_ranks(config: ResolvedConfig, folder: Path, meeting: Meeting | None = None) -> Ended:
     """Start this node's ranks of a resolved config on its run folder and wait until none is left.
 
     `meeting`: with the other nodes; None where there are none.
@@ -61,7 +61,7 @@ def worker_command(folder: Path) -> list[str]:
     return [sys.executable, *SAFE_PATH, "-m", "src.run", str(folder)]
 
 
-def _environment(config: Config) -> dict[str, str]:
+def _environment(config: ResolvedConfig) -> dict[str, str]:
     """What ranks need before they import torch: thread pools read these once."""
     path = with_project_on_path(os.environ)["PYTHONPATH"]
     threads = str(config.parallel.threads_per_device)
@@ -97,7 +97,7 @@ def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
     return ended
 
 
-def _run_agent(config: Config, folder: Path, environment: dict[str, str], meeting: Meeting | None) -> Ended:
+def _run_agent(config: ResolvedConfig, folder: Path, environment: dict[str, str], meeting: Meeting | None) -> Ended:
     """All ranks of this machine under torch's elastic agent."""
     with imports_without_collector():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -112,7 +112,7 @@ def _run_agent(config: Config, folder: Path, environment: dict[str, str], meetin
     launch = LaunchConfig(
         min_nodes=place.nodes,
         max_nodes=place.nodes,
-        nproc_per_node=int(config.parallel.devices) // place.nodes,
+        nproc_per_node=config.parallel.devices // place.nodes,
         run_id=meeting.get_run_id(),
         rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
         rdzv_configs={"meeting": meeting},

@@ -21,17 +21,17 @@ from src.engine.launch.nodes import all_facts, fit_to_nodes, tell_facts
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Ranks, host_name, machine_id
-from src.schema import Config, ParallelConfig
+from src.schema import ParallelConfig, ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from src.engine.launch.rank import Run
+    from src.engine.launch.rank import RankMain
 
 KEY = "run_folder"
 
 
-def agree(config: Config, asked: ParallelConfig, ranks: Ranks) -> None:
+def agree(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
     """Rank 0, before there is a folder: fit a resolved config to all nodes. Errors: ValueError, what cannot run there."""
     _refuse_elastic_nodes()
     _advise_on_signals()
@@ -40,7 +40,7 @@ def agree(config: Config, asked: ParallelConfig, ranks: Ranks) -> None:
     fit_to_nodes(config, asked, all_facts(store, ranks.world_size))
 
 
-def lead(run: Run, config: Config, folder: Path, ranks: Ranks) -> int:
+def lead(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
     """Rank 0: prepare the run folder, tell the others, and run. Returns the exit code."""
     from src.engine.launch.job import prepare
 
@@ -51,7 +51,7 @@ def lead(run: Run, config: Config, folder: Path, ranks: Ranks) -> int:
     return _run_and_say(run, config, folder, ranks, store)
 
 
-def _run_and_say(run: Run, config: Config, folder: Path, ranks: Ranks, store: Store) -> int:
+def _run_and_say(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
     """Run this rank; where it ends badly, do what launch/job.py does under python: the rank that failed first tells."""
     from src.engine.launch.failure import first_failure
     from src.engine.launch.job import conclude
@@ -93,7 +93,7 @@ def refuse_followers(reason: str, ranks: Ranks) -> None:
         store.wait([f"{KEY}/told/{rank}" for rank in range(ranks.world_size)], timedelta(seconds=10))
 
 
-def follow(run: Run, ranks: Ranks) -> int:
+def follow(run: RankMain, ranks: Ranks) -> int:
     """A rank other than 0: wait for rank 0's config and run. Returns the exit code."""
     store = open_store(ranks)
     tell_facts(store, ranks)
@@ -119,7 +119,7 @@ def keep_config(folder: Path, text: str) -> None:
         raise ValueError(f"{folder}: cannot be made on {host_name()}, for its logs ({error.strerror})") from None
 
 
-def remembered_folder(ranks: Ranks | None, config: Config) -> Path | None:
+def remembered_folder(ranks: Ranks | None, config: ResolvedConfig) -> Path | None:
     """The run folder of this job's earlier attempt, after the agent has restarted the ranks."""
     path = _note(config)
     if ranks is None or ranks.restart_count == 0 or not path.exists():
@@ -127,12 +127,12 @@ def remembered_folder(ranks: Ranks | None, config: Config) -> Path | None:
     return Path(path.read_text(encoding="utf-8"))
 
 
-def _remember(folder: Path, config: Config) -> None:
+def _remember(folder: Path, config: ResolvedConfig) -> None:
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         write_text(_note(config), str(folder.resolve()))
 
 
-def _note(config: Config) -> Path:
+def _note(config: ResolvedConfig) -> Path:
     """Keyed by the agent: its run id is `none` unless given, so the agent's process stands beside it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     agent = f"{machine_id().split()[0]}-{os.getppid()}" if run_id == "none" else run_id

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 5
 
 
 class Meter:
-    """Times the training steps of one rank; evaluation and saving stand outside, between `synchronised` and `resume`."""
+    """Times the training steps of one rank; evaluation and saving stand outside, between `pause` and `resume`."""
 
     def __init__(self, images_per_step: int, steps_are_synchronous: bool) -> None:
         """`images_per_step`: over all devices and accumulated batches. `steps_are_synchronous`: true on CPU."""
@@ -27,30 +27,33 @@ class Meter:
         self._steps = array("I")
         self._open_steps = self._steps_seen = 0
         self._wait = self._wait_timed = 0.0
-        self._mark = self._fetch_from = time.perf_counter()
+        self._mark = self._fetch_from = self._paused_at = time.perf_counter()
         self._epoch_from = self._epoch_seconds = 0.0
         self._cpu_from = self._cpu = 0.0
         self.first_step_at: float | None = None  # time.time()
 
     def epoch_begins(self) -> None:
-        self._cpu_from, self._epoch_from = _cpu_seconds(), time.perf_counter()
-        self.resume()
+        self._cpu_from = _cpu_seconds()
+        self._epoch_from = self._mark = time.perf_counter()
 
     def epoch_ends(self) -> None:
         self._cpu += _cpu_seconds() - self._cpu_from
         self._epoch_seconds += time.perf_counter() - self._epoch_from
 
-    def resume(self) -> None:
-        """Timing goes on here; what happened since `synchronised` is not training."""
-        self._mark = time.perf_counter()
+    def pause(self) -> None:
+        """What happens from here to `resume` is not training; called between two steps, or outside an epoch."""
+        self._paused_at = time.perf_counter()
 
-    def before_fetch(self) -> None:
+    def resume(self) -> None:
+        self._mark += time.perf_counter() - self._paused_at
+
+    def fetch_begins(self) -> None:
         self._fetch_from = time.perf_counter()
 
-    def after_fetch(self) -> None:
+    def fetch_ends(self) -> None:
         self._wait += time.perf_counter() - self._fetch_from
 
-    def step_done(self) -> None:
+    def step_ends(self) -> None:
         self._open_steps += 1
         if self._synchronous:
             self._close_interval()

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from src.engine.machine.secrets import hide_in
 from src.engine.record.console import Console
-from src.engine.record.result import MetricsLog, Result
-from src.schema import Config
-
-if TYPE_CHECKING:
-    from src.training.loop import StepReport
-    from src.training.metrics import Evaluation
+from src.engine.record.result import MetricsLog
 
 log = logging.getLogger(__name__)
+Numbers = dict[str, float | None]
 
 
 class Recorder:
-    """The same numbers under the same names everywhere: train/loss, val/acc, lr …"""
+    """The same numbers under the same names everywhere: train/loss, val/acc, lr … None is left out."""
 
     def __init__(self, folder: Path, enabled: bool, console: Console, resume_step: int) -> None:
         self._console = console
@@ -40,58 +35,42 @@ class Recorder:
     def enabled(self) -> bool:
         return self._metrics is not None
 
-    def step(self, report: StepReport, images_per_sec: float | None, devices: int, data_wait: float | None) -> None:
-        if self._metrics is None:
-            return
-        values = {
-            "train/loss": report.loss,
-            "lr": report.lr,
-            "train/grad_norm": report.grad_norm,
-            "train/images_per_sec": images_per_sec,
-            "train/images_per_sec_per_device": images_per_sec / devices if images_per_sec else None,
-            "train/data_wait": data_wait,
-        }
-        self._write(report.step, report.epoch, values)
-        self._console.step(report.step, report.loss, images_per_sec)
+    def numbers(self, step: int, epoch: float, values: Numbers) -> None:
+        """One line of metrics.jsonl, a point on every curve."""
+        if self._metrics is not None:
+            present = {name: value for name, value in values.items() if value is not None}
+            self._metrics.write(step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present)
+            self.tensorboard.scalars(present, step)
 
-    def evaluation(
-        self, step: int, epoch: float, split: str, raw: Evaluation, ema: Evaluation | None, best: float | None
-    ) -> None:
-        """`ema` is of the averaged weights; `best` the best accuracy so far."""
-        if self._metrics is None:
-            return
-        values = {f"{split}/loss": raw.loss, f"{split}/acc": raw.acc, f"{split}/acc5": raw.acc5}
-        if ema is not None:
-            values |= {f"{split}/loss_ema": ema.loss, f"{split}/acc_ema": ema.acc}
-        self._write(step, epoch, values | {f"{split}/acc_best": best})
+    def step(self, step: int, epoch: float, values: Numbers) -> None:
+        """The numbers of a training step."""
+        self.numbers(step, epoch, values)
+        if self.enabled:
+            self._console.step(step, values["train/loss"] or 0.0, values["train/images_per_sec"])
 
     def memory(self, step: int, epoch: float, entries: list[dict[str, Any]]) -> None:
-        if self._metrics is None:
-            return
         values = {f"memory/{entry['device'].replace(':', '_')}_MiB": entry["peak_bytes"] / 2**20 for entry in entries}
         busy = {f"utilisation/{e['device'].replace(':', '_')}": e.get("utilisation") for e in entries}
-        self._write(step, epoch, values | busy)
+        self.numbers(step, epoch, values | busy)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
         """`mean` and `std` in 0..255, per channel."""
         if self.enabled:
             self.tensorboard.images("train/images", batch, mean / 255, std / 255, 0)
 
-    def epoch(self, epoch: int, epochs: int, loss: float, evaluations: dict[str, Evaluation], best: float) -> None:
-        """One line on the console."""
+    def epoch(self, epoch: int, epochs: int, loss: float, val: Numbers) -> None:
+        """One line on the console; `val`: the newest evaluation, empty before the first."""
         if self.enabled:
-            val, ema = evaluations.get("val"), evaluations.get("val_ema")
-            found = f"  val/loss {val.loss:.4f}  val/acc {val.acc:.4f}" if val else ""
-            found += f"  ema {ema.acc:.4f}" if ema else ""
-            found += f"  best {best:.4f}" if val else ""
+            shown = {"val/loss": "loss", "val/acc": "acc", "ema": "acc_ema", "best": "acc_best"}
+            found = "".join(f"  {word} {val[name]:.4f}" for word, name in shown.items() if val.get(name) is not None)
             log.info("epoch %d/%d  train/loss %.4f%s", epoch, epochs, loss, found)
 
-    def end(self, config: Config, result: Result, evaluations: dict[str, Evaluation], classes: list[str]) -> None:
-        """What is shown once: confusion matrix, config, hparams."""
+    def end(self, step: int, config: dict[str, Any], confusions: dict[str, Tensor], classes: list[str]) -> None:
+        """What is shown once: confusion matrices by split, config, hparams."""
         if self.enabled:
-            for split, found in evaluations.items():
-                self.tensorboard.confusion(f"{split}/confusion", found.confusion, classes, result.steps)
-            self.tensorboard.text("config", json.dumps(hide_in(dataclasses.asdict(config)), indent=2))
+            for split, counts in confusions.items():
+                self.tensorboard.confusion(f"{split}/confusion", counts, classes, step)
+            self.tensorboard.text("config", json.dumps(hide_in(config), indent=2))
             self.tensorboard.hparams(hide_in(_hparams(config)), ["val/acc", "val/acc_best", "val/loss"])
         self.close()
 
@@ -100,24 +79,18 @@ class Recorder:
             self._metrics.close()
             self.tensorboard.close()
 
-    def _write(self, step: int, epoch: float, values: dict[str, Any]) -> None:
-        assert self._metrics is not None
-        present = {name: value for name, value in values.items() if value is not None}
-        self._metrics.write(step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present)
-        self.tensorboard.scalars(present, step)
 
-
-def _hparams(config: Config) -> dict[str, Any]:
+def _hparams(config: dict[str, Any]) -> dict[str, Any]:
     """The settings people compare runs by."""
+    data, optim = config["data"], config["optim"]
     return {
-        "model": config.model.name,
-        "strategy": config.parallel.strategy,
-        "devices": config.parallel.devices,
-        "batch_size": config.data.batch_size or config.data.batch_size_per_device,
-        "opt": config.optim.opt,
-        "lr": config.optim.lr,
-        "weight_decay": config.optim.weight_decay,
-        "epochs": config.train.epochs,
-        "precision": config.train.precision,
-        "seed": config.seed,
+        "tags": ", ".join(config["tags"]),
+        "model": config["model"]["name"],
+        "strategy": config["parallel"]["strategy"],
+        "devices": config["parallel"]["devices"],
+        "batch_size": data["batch_size"] or data["batch_size_per_device"],
+        **{key: optim[key] for key in ("opt", "lr", "weight_decay")},
+        "epochs": config["train"]["epochs"],
+        "precision": config["train"]["precision"],
+        "seed": config["seed"],
     }

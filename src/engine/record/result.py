@@ -34,6 +34,7 @@ class Result:
     nodes: int = 1
     hosts: list[str] = field(default_factory=list)  # one per node, node 0's first
     backend: str | None = None
+    tags: list[str] = field(default_factory=list)  # whatever the user calls this run
     model: str = ""
     parameters: int | None = None
     batch_size: int | None = None  # global

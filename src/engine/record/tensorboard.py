@@ -20,9 +20,9 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
 
-    def scalars(self, values: dict[str, float | None], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            if value is not None and math.isfinite(value):
+            if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
 
     def images(self, name: str, images: Tensor, mean: Tensor, std: Tensor, step: int) -> None:

@@ -18,7 +18,7 @@ from src.engine.config.compose import read_frozen
 from src.engine.record.jobs import Job, Jobs
 from src.engine.sweep.packing import Packing
 from src.engine.sweep.points import Point
-from src.schema import DataConfig, global_batch, learning_rate
+from src.schema import DataConfig, ResolvedConfig
 
 SHOWN = 20  # rows; long sweeps show what is around the running jobs
 UPDATE_SECONDS = 0.25
@@ -143,7 +143,8 @@ def show_points(points: list[Point], training_size: Callable[[DataConfig], int |
         if point.reason:
             table.add_row(str(number), " ".join(point.overrides), "", "", "", "", f"skipped: {point.reason}")
             continue
-        batch, devices, size = global_batch(config), int(config.parallel.devices), training_size(config.data)
+        assert isinstance(config, ResolvedConfig)  # whoever has no reason against it has resolved it
+        batch, devices, size = config.global_batch, config.parallel.devices, training_size(config.data)
         steps = "?"
         if size is not None:
             per_epoch = size // batch // config.train.accumulate
@@ -151,6 +152,6 @@ def show_points(points: list[Point], training_size: Callable[[DataConfig], int |
             steps = str(min(total, config.train.max_steps or total))
         per_device = f"{batch / devices:g}"
         table.add_row(
-            str(number), " ".join(point.overrides), str(batch), per_device, f"{learning_rate(config):g}", steps, "yes"
+            str(number), " ".join(point.overrides), str(batch), per_device, f"{config.learning_rate:g}", steps, "yes"
         )
     Console(width=None if Console().is_terminal else 200).print(table)

@@ -112,7 +112,7 @@ def _share_threads(configs: list[Config]) -> None:
         except ValueError:
             continue
         if resolved.accelerator == "cpu":
-            most = max(most, int(resolved.devices))
+            most = max(most, resolved.devices)
     for config in configs:
         if config.parallel.threads_per_device == "auto" and not hardware.visible_cuda_devices():
             config.parallel.threads_per_device = max(1, hardware.cores() // most)

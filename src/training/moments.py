@@ -1,0 +1,62 @@
+"""The moments of training, told once by whoever brings them about, to all who must know.
+
+The meter: what does a step cost? The pulse: does this rank still move? The stopping: may another step begin?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from src.engine.machine.pulse import BACKWARD, FORWARD, READING, pulse
+from src.engine.record.meter import Meter
+from src.parallel.stopping import Stopping
+
+
+class Moments:
+    """Called several times a step, so each call is a few assignments and looks at the clock."""
+
+    def __init__(self, meter: Meter, stopping: Stopping) -> None:
+        self.meter, self.stopping = meter, stopping
+
+    def epoch_begins(self) -> None:
+        self.meter.epoch_begins()
+
+    def step_begins(self, step: int) -> None:
+        self.stopping.starts(step)
+        pulse.step = step
+
+    def fetch_begins(self) -> None:
+        """This rank begins to wait for a batch."""
+        pulse.at(READING)
+        self.meter.fetch_begins()
+
+    def fetch_ends(self) -> None:
+        self.meter.fetch_ends()
+        pulse.at(FORWARD)
+
+    def backward_begins(self) -> None:
+        pulse.at(BACKWARD)
+
+    def step_ends(self, step: int) -> bool:
+        """All of the step has been asked of the device. Returns whether it was the last, because a signal has come."""
+        pulse.steps_done += 1
+        self.meter.step_ends()
+        return self.stopping.is_due(step)
+
+    def synchronised(self) -> None:
+        """The device has done all that was asked of it."""
+        self.meter.synchronised()
+
+    @contextmanager
+    def aside(self, phase: int) -> Iterator[None]:
+        """What happens inside, `phase` of pulse.py, is no part of a step."""
+        pulse.at(phase)
+        self.meter.pause()
+        try:
+            yield
+        finally:
+            self.meter.resume()
+
+    def epoch_ends(self) -> None:
+        self.meter.epoch_ends()
