@@ -56,7 +56,7 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
             num_samples=num_samples,
             num_classes=num_classes,
         )
-        found.append({**evaluation.numbers(), "confusion": evaluation.confusion.tolist()})
+        found.append({**evaluation.numbers(), **evaluation.details(), "confusion": evaluation.confusion.tolist()})
     strategy.close()
     return found
 

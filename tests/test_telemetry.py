@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from src.engine.machine.ranks import Ranks
 from src.parallel.single import Single
-from src.schema import ParallelConfig
+from src.schema import ParallelConfig, ResolvedConfig
 
 CURVES = {
     *(
@@ -109,5 +109,5 @@ def test_a_folder_name_with_a_space_makes_a_command_that_can_be_copied(
     from src.run.proof import show_end
 
     with caplog.at_level("INFO"):
-        show_end(Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}))
+        show_end(ResolvedConfig(), Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}))
     assert "--logdir '/tmp/my runs/1'" in caplog.text
