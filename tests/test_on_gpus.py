@@ -18,11 +18,12 @@ from torch.nn.parallel import comm
 from src.engine.machine.ranks import Ranks
 from src.engine.record.meter import Meter
 from src.parallel import build_strategy
-from src.schema import ParallelConfig, TrainConfig
+from src.schema import ParallelConfig
 from src.training import loop
 from src.training.finite import LossWindow
-from src.training.loop import Trainee
 from src.training.metrics import evaluate
+from src.training.moments import Moments
+from src.training.state import TrainState
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)  # so everything before that has worked
 
@@ -118,11 +119,11 @@ def test_dp_puts_loss_and_outputs_where_they_are_needed(
     with strategy.device:
         model: nn.Module = Seen()
     wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
-    trainee = Trainee(model, wrapped, torch.optim.SGD(model.parameters(), 0.1), None, None, None)
-    monkeypatch.setattr(loop, "_backward", lambda trainee, loss: None)
+    state = TrainState(model, wrapped, torch.optim.SGD(model.parameters(), 0.1), None, None, None)
+    monkeypatch.setattr(loop, "_backward", lambda state, loss: None)
     for accumulate in (1, 2):
-        batches, config = iter([batch(7, strategy.device)] * accumulate), TrainConfig(accumulate=accumulate)
-        loss = loop._forward_backward(trainee, batches, config, strategy, Meter(7, False), None)
+        batches, moments = iter([batch(7, strategy.device)] * accumulate), Moments(Meter(7, False), strategy.stopping)
+        loss = loop._forward_backward(state, batches, accumulate, strategy, moments, None)
         window = LossWindow()
         window.add(1, loss)
         with pytest.raises(NEEDS_DATA):

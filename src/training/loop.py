@@ -106,10 +106,14 @@ def _forward_backward(
             loss = state.wrapped(images, targets)
             loss = loss / accumulate if accumulate > 1 else loss
             moments.backward_begins()
-            (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+            _backward(state, loss)
         mean = loss.detach() if mean is None else mean + loss.detach()
     assert mean is not None
     return mean
+
+
+def _backward(state: TrainState, loss: Tensor) -> None:
+    (loss if state.scaler is None else state.scaler.scale(loss)).backward()
 
 
 def _gradient_norm(state: TrainState, clip_grad: float | None, wanted: bool) -> Tensor | None:
