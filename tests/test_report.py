@@ -331,4 +331,4 @@ def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path) -> None:
 def test_run_without_a_record_has_no_number(tmp_path: Path) -> None:
     run = Run("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
-    assert run.images_per_sec is None and run.accuracy is None and run.peak_bytes == []
+    assert run.measure("images_per_sec") is None and run.accuracy is None and run.peak_bytes == []

@@ -62,7 +62,7 @@ def test_a_simpler_point_leads_only_where_it_is_shown_to_be_as_fast(tmp_path: Pa
         sweep.repeat("ddp", 2, [1507 * (1 + noise * k) for k in (1, 0, -1)])
         found.append(read(sweep.write())[2]["lead"])
     assert [lead["point"] for lead in found] == ["dp × 2", "ddp × 2"]
-    assert "at most 3% slower" in found[0]["sentence"]
+    assert "at most 3 % slower" in found[0]["sentence"]
 
 
 def test_only_named_pairs_are_compared(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_slow_rank_is_named_with_its_host(tmp_path: Path) -> None:
     sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
     html, _, plain = read(sweep.write())
     assert plain["groups"][0]["warnings"] == [
-        "ddp × 4: rank 3 on node3 needs 30% longer for its part of a step (data and computing) than the median rank."
+        "ddp × 4: rank 3 on node3 needs 30 % longer for its part of a step (data and computing) than the median rank."
     ]
     assert "rank 3 on node3" in html
 

@@ -8,7 +8,7 @@ from src.engine.report.claims_measured import ddp_is_faster
 from src.engine.report.evidence import BOTH, DDP, DP, Evidence, Finding, in_every_run, missing, weigh
 from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
-from src.engine.report.wording import listing, times
+from src.engine.report.wording import listing
 
 DRIFTED = "different parameters"  # what a run says of itself that ended because its ranks had drifted apart
 
@@ -17,12 +17,8 @@ def replicas_stay_equal(e: Evidence) -> Finding:
     """A run whose ranks drift apart fails, so failed runs are evidence too."""
     drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
     what = "equal hashes of all parameters over the ranks, at the start and at the end"
-    return in_every_run(
-        [*e.finished("ddp", 2), *drifted],
-        lambda run: False if run in drifted else run.proof("hashes_equal"),
-        what,
-        DDP,
-    )
+    runs = [*e.finished("ddp", 2), *drifted]
+    return in_every_run(runs, lambda run: False if run in drifted else run.proof("hashes_equal"), what, DDP)
 
 
 def shares_are_disjoint(e: Evidence) -> Finding:
@@ -61,11 +57,8 @@ def dp_needs_a_batch(e: Evidence) -> Finding:
 
 
 def dp_starts_sooner(e: Evidence) -> Finding:
-    found = e.ddp_over_dp("first_step_seconds")
-    if not found:
-        return missing("dp and ddp on the same devices with their start-up time", BOTH)
-    shown = listing(f"{s.place}: {times(s.contrast)} the time of dp to the first step" for s in found)
-    return weigh(found, shown, "here each is one key, parallel=…; weighed is the time from command to first step")
+    rule = "here each is one key, parallel=…; weighed is the time from command to first step"
+    return weigh(e.ddp_over_dp("first_step_seconds"), "the time of dp to the first step", rule)
 
 
 def first_rank_writes(e: Evidence) -> Finding:
@@ -114,7 +107,8 @@ def ddp_spans_machines(e: Evidence) -> Finding:
 
 
 def each_has_its_stage(e: Evidence) -> Finding:
-    parts = {11: dp_starts_sooner(e), 1: ddp_is_faster(e), 14: ddp_spans_machines(e)}
+    faster = Finding(UNMEASURED) if e.on_cpu else ddp_is_faster(e)
+    parts = {11: dp_starts_sooner(e), 1: faster, 14: ddp_spans_machines(e)}
     words = [finding.verdict for finding in parts.values()]
     verdict = next(word for word in (FAILS, UNMEASURED, UNDECIDED, HOLDS) if word in words)
     basis = ", ".join(f"{number} ({finding.verdict})" for number, finding in parts.items())

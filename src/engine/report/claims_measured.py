@@ -5,23 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import (
-    BOTH,
-    DDP,
-    DP,
-    THREADS,
-    Evidence,
-    Finding,
-    Stated,
-    gib,
-    in_every_run,
-    missing,
-    weigh,
-)
+from src.engine.report.evidence import BOTH, DDP, DP, Evidence, Finding, Stated, gib, in_every_run, missing, weigh
 from src.engine.report.families import SPEED
 from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
-from src.engine.report.wording import figure, listing, times, with_range
+from src.engine.report.wording import figure, listing, percent, with_range
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
@@ -29,148 +17,118 @@ FULLER = 1.1  # device 0's peak over the largest of the others
 
 
 def ddp_is_faster(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", THREADS)
+    """The second half of the claim is weighed by whether intervals of few and many devices lie wholly apart."""
     found = e.ddp_over_dp(SPEED)
-    if not found:
-        return missing("dp and ddp on the same devices", BOTH)
-    shown = listing(f"{s.place}: {times(s.contrast)} the images/s of dp" for s in found)
-    finding = weigh(found, shown)
-    return _with_growth(found, finding) if finding.verdict == HOLDS else finding
-
-
-def _with_growth(found: list[Stated], finding: Finding) -> Finding:
-    """The second half of the claim, where intervals of few and many devices lie wholly apart."""
+    finding = weigh(found, "the images/s of dp")
+    if finding.verdict != HOLDS:
+        return finding
     growth = set()
     for group in {id(s.group): s.group for s in found}.values():
-        own = [s.contrast for s in found if s.group is group]
-        few, many = own[0], own[-1]  # from few to many devices
+        own = [s.contrast for s in found if s.group is group]  # from few to many devices
+        few, many = own[0], own[-1]
         if len(own) > 1 and few.low and few.high and many.low and many.high:
             growth.add("grows" if many.low > few.high else "shrinks" if many.high < few.low else "")
     if "shrinks" in growth:
         return replace(finding, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
-    if growth != {"grows"}:
-        return replace(finding, reason="faster; that the lead grows with the devices is not shown")
-    return finding
+    grows = growth == {"grows"}
+    return finding if grows else replace(finding, reason="faster; that the lead grows with the devices is not shown")
 
 
 def ddp_is_close_to_linear(e: Evidence) -> Finding:
+    needed = ("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
     found = e.over_single("ddp")
-    if not found:
-        return missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
     fair = [s for s in found if not s.a.needless_threads and s.group.same_threads(s.a)]
-    shown = listing(
-        f"{s.place}, {s.group.kind} scaling: {times(s.contrast)}, efficiency {figure(s.contrast.ratio / s.a.devices)}"
-        for s in fair or found
-        if s.contrast.ratio
-    )
-    if not fair:
-        reason = "all points have more threads than cores, or other threads per device than single"
-        return Finding(UNMEASURED, shown, reason)
+    if found and not fair:
+        return Finding(UNMEASURED, reason="all points have more threads than cores, or other threads than single")
 
     def verdict_of(s: Stated) -> str:
         disturbed = s.contrast.verdict == UNMEASURED
         return UNMEASURED if disturbed else s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices)
 
-    return weigh(fair, shown, f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}", verdict_of)
+    shares = listing(f"{figure(s.group.efficiency(s.a) or 0)} for {s.place}, {s.group.kind} scaling" for s in fair)
+    rule = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}; here {shares}"
+    return weigh(fair, "the images/s of single", rule, verdict_of, needed)
 
 
 def dp_fills_device_0(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", THREADS)
-
     def first_is_fullest(run: Run) -> bool | None:
         peaks = run.peak_bytes
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
-    what = f"device 0 above all others by {FULLER - 1:.0%} or more"
-    finding = in_every_run(e.finished("dp", 2), first_is_fullest, what, DP)
-    peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB on devices 0, 1, …" for g, p in e.points("dp") if p.peak_bytes)
-    return finding if finding.verdict == UNMEASURED else replace(finding, figure=f"{peaks}; {finding.figure}")
+    what = f"device 0 above all others by {percent(FULLER - 1)} or more"
+    return _with_peaks(e, "dp", in_every_run(e.finished("dp", 2), first_is_fullest, what, DP))
 
 
 def ddp_holds_full_replicas(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", "processes on CPU share one memory: what a device holds cannot be told")
-
     def whole_and_even(run: Run) -> bool | None:
         equal, uneven = run.proof("hashes_equal"), run.imbalance
         return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
 
     what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
-    finding = in_every_run(e.finished("ddp", 2), whole_and_even, what, DDP)
+    return _with_peaks(e, "ddp", in_every_run(e.finished("ddp", 2), whole_and_even, what, DDP))
+
+
+def _with_peaks(e: Evidence, strategy: str, finding: Finding) -> Finding:
     peaks = listing(
         f"{e.place(g, p)}: {gib(p)} GiB" + (f", single {gib(g.single)} GiB" if g.single and g.single.peak_bytes else "")
-        for g, p in e.points("ddp")
+        for g, p in e.points(strategy)
         if p.peak_bytes
     )
     return finding if finding.verdict == UNMEASURED else replace(finding, figure=f"{peaks}; {finding.figure}")
 
 
 def ddp_uses_the_cores(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", THREADS)
-    found = e.ddp_over_dp("cpu_seconds")
-    if not found:
-        return missing("dp and ddp on the same devices with their CPU time", BOTH)
-    shown = listing(f"{s.place}: {times(s.contrast)} the CPU seconds per second of dp" for s in found)
-    used = weigh(found, shown, "more processor time, and more images/s for it: waiting in a loop counts as use too")
-    faster = ddp_is_faster(e).verdict
+    rule = "more processor time, and more images/s for it: waiting in a loop counts as use too"
+    used, faster = (
+        weigh(e.ddp_over_dp("cpu_seconds"), "the CPU seconds per second of dp", rule),
+        ddp_is_faster(e).verdict,
+    )
     if used.verdict == HOLDS and faster != HOLDS:
         return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
     return used
 
 
 def lock_hurts_small_layers(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", THREADS)
     known = [(depth, s) for s in e.over_single("dp") if (depth := _depth(s.group)) is not None]
-    found = [
-        (many, few)
+    fewer = {
+        id(many): few
         for depth, many in known
         for other, few in known
         if depth > other and (many.a.devices, many.group.batch_words) == (few.a.devices, few.group.batch_words)
-    ]
-    if not found:
-        return missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
-    of_many = {id(many): few for many, few in found}
-    shown = listing(
-        f"{many.a.label}: {times(many.contrast)} single at depth {_depth(many.group)}, {times(few.contrast)} at depth "
-        f"{_depth(few.group)}"
-        for many, few in found
-    )
+    }
 
     def verdict_of(many: Stated) -> str:
-        slow, fast = many.contrast, of_many[id(many)].contrast
+        slow, fast = many.contrast, fewer[id(many)].contrast
         if UNMEASURED in (slow.verdict, fast.verdict):
             return UNMEASURED
         if slow.low is None or slow.high is None or fast.low is None or fast.high is None:
             return UNDECIDED
         return HOLDS if slow.high < fast.low else FAILS if slow.low > fast.high else UNDECIDED
 
-    return weigh([many for many, _ in found], shown, "the two intervals must lie apart", verdict_of)
+    against = listing(f"{figure(s.contrast.ratio or 0)} × at depth {_depth(s.group)}" for s in fewer.values())
+    needed = ("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
+    rule = f"beside {against}; the two intervals must lie apart"
+    return weigh([s for _, s in known if id(s) in fewer], "the images/s of single", rule, verdict_of, needed)
 
 
 def ddp_moves_less(e: Evidence) -> Finding:
     """On the busiest link, because dp's device 0 sends and receives for all; and with part of it hidden, in every run."""
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", "dp on CPU is threads with one memory: nothing moves between devices")
     pairs = [(g, p, dp) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
     found = [
-        (e.place(g, p), p, dp, ddp_bytes, dp_bytes)
+        (e.place(g, p), p, dp, own, other)
         for g, p, dp in pairs
-        if (ddp_bytes := p.measure("bytes_busiest_link")) and (dp_bytes := dp.measure("bytes_busiest_link"))
+        if (own := p.measure("bytes_busiest_link")) and (other := dp.measure("bytes_busiest_link"))
     ]
     if not found:
         return missing("dp and ddp on the same devices with the bytes over their busiest link", BOTH)
     shown = listing(
-        f"{place}: {figure(ddp_bytes.median / 1e6)} MB per step over the busiest link, {figure(dp_bytes.median / 1e6)} "
-        f"MB under dp; {with_range(exposed, ' ms') if exposed else 'unknown time'} not hidden"
-        for place, p, _, ddp_bytes, dp_bytes in found
+        f"{place}: {figure(own.median / 1e6)} MB per step over the busiest link, {figure(other.median / 1e6)} MB under dp; "
+        f"{with_range(exposed, ' ms') if exposed else 'unknown time'} not hidden"
+        for place, p, _, own, other in found
         for exposed in [p.measure("exposed_ms")]
     )
     runs = tuple(dict.fromkeys(run for _, p, dp, *_ in found for run in (*p.runs, *dp.runs)))
-    if any(ddp_bytes.high >= dp_bytes.low for *_, ddp_bytes, dp_bytes in found):
+    if any(own.high >= other.low for *_, own, other in found):
         return Finding(FAILS, shown, "it moves as much or more", runs)
     hidden = [_hides(run) for _, p, *_ in found for run in p.runs]
     if None in hidden:
@@ -181,18 +139,14 @@ def ddp_moves_less(e: Evidence) -> Finding:
 
 
 def _hides(run: Run) -> bool | None:
-    total, exposed = run.communication_ms, run.exposed_ms
+    total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")
     return None if total is None or exposed is None else exposed < total
 
 
 def devices_idle_under_dp(e: Evidence) -> Finding:
-    if e.on_cpu:
-        return Finding(UNMEASURED, "n/a", "utilisation comes from NVML, which knows NVIDIA devices only")
-    found = e.ddp_over_dp("busy")
-    if not found:
-        return missing("dp and ddp on the same devices with their utilisation and ddp's parts of a step", BOTH)
-    shown = listing(f"{s.place}: its idlest device is busy {times(s.contrast)} as much as dp's" for s in found)
-    return weigh(found, shown, "less the share of ddp's step that waits for other ranks, which NVML counts as use")
+    needed = ("dp and ddp on the same devices with their utilisation and ddp's parts of a step", BOTH)
+    rule = "utilisation of the idlest device, less the share of ddp's step that waits for other ranks: NVML counts it as use"
+    return weigh(e.ddp_over_dp("busy"), "as busy as dp", rule, needed=needed)
 
 
 def _depth(group: Group) -> int | None:

@@ -10,25 +10,9 @@ from typing import Any
 from src.engine.report.measured import Run, finite
 from src.engine.report.settings import hardware, varied, words
 from src.engine.report.statistics import Contrast, Summary, summarise
+from src.engine.report.wording import percent
 
 STRATEGIES = ("single", "dp", "ddp")  # simplest first
-MEASURES = (
-    "images_per_sec",
-    "step_ms",
-    "step_ms_p95",
-    "steps_timed",
-    "seconds_timed",
-    "data_wait",
-    "communication_ms",
-    "exposed_ms",
-    "bytes_per_step",
-    "bytes_busiest_link",
-    "cpu_seconds",
-    "first_step_seconds",
-    "imbalance",
-    "busy",
-    "accuracy",
-)
 STRAGGLES = 1.1  # a rank whose step computes this much longer than the median rank's is named
 # Settings that do not change what is trained, or by which points and repeats of one group differ on purpose.
 _NOT_A_SETTING = (
@@ -76,7 +60,7 @@ class Point:
         return None if self.stand_in else self.measure("images_per_sec")
 
     def measure(self, name: str) -> Summary | None:
-        return summarise(getattr(run, name) for run in self.runs)
+        return summarise(run.measure(name) for run in self.runs)
 
     @property
     def flagged(self) -> int:
@@ -149,6 +133,11 @@ class Group:
     def over_single(self, point: Point) -> Contrast | None:
         return self.contrast("images_per_sec", point, self.single)
 
+    def efficiency(self, point: Point) -> float | None:
+        """Images/s over single's, per device: 1 is ideal. In strong and in weak scaling alike."""
+        contrast = self.over_single(point)
+        return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
+
     def same_threads(self, point: Point) -> bool:
         """False on CPU where `point`'s devices have another number of threads than the one of single."""
         return self.single is None or point.threads == self.single.threads
@@ -183,7 +172,7 @@ def stragglers(point: Point) -> list[str]:
         share = summarise(shares)
         if share and share.median >= STRAGGLES:
             found.append(
-                f"{point.label}: rank {rank} on {host} needs {share.median - 1:.0%} longer for its part of a step "
+                f"{point.label}: rank {rank} on {host} needs {percent(share.median - 1)} longer for its part of a step "
                 "(data and computing) than the median rank."
             )
     return found

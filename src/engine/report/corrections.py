@@ -27,6 +27,7 @@ def correct(groups: Sequence[Group], runs: Sequence[Run]) -> list[Correction]:
     even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
     centre = f"largest over mean peak memory under ddp at most {max(even):.2f}" if even else "—"
     worlds = ", ".join(map(str, sorted({run.devices for run in ddp if run.nodes == 1})))
+    machines = f"world sizes {worlds} on one machine" if worlds else "—"
     peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB" for g, p in e.points("dp") if p.peak_bytes and not p.stand_in)
     chunks = listing(
         f"{sizes} on {run.devices} devices"
@@ -36,46 +37,33 @@ def correct(groups: Sequence[Group], runs: Sequence[Run]) -> list[Correction]:
     gloo = {str(r.environment.get("platform") or "") for r in ddp if r.record.get("backend") == "gloo"}
     windows = listing(f"gloo ran here, on {name}" for name in sorted(gloo) if name.startswith("Windows"))
     accumulated = [r for r in e.runs if r.comparable and (r.config.get("train.accumulate") or 1) > 1]
-    return [
-        Correction(
+    multi = listing(f"{run.strategy} × {run.devices}: {_processes(run)}" for run in dp + ddp)
+    whose = listing(
+        f"{r.strategy} × {r.devices} with train.accumulate={r.config['train.accumulate']}" for r in accumulated
+    )
+    found = (
+        (
             "DDP holds a subset of the model on each machine",
-            "Every rank holds a full replica; only the data are divided.",
+            "Every rank has it all; only the data are divided.",
             replicas,
         ),
-        Correction("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
-        Correction(
+        ("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
+        (
             "Rank 0 averages the gradients and broadcasts them",
-            "An all-reduce without a centre: every rank sends and receives the same share.",
+            "An all-reduce: every rank sends the same share.",
             centre,
         ),
-        Correction(
-            "DataParallel is multi-process",
-            "One process with one thread per device.",
-            listing(f"{run.strategy} × {run.devices}: {_processes(run)}" for run in dp + ddp),
-        ),
-        Correction("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
-        Correction("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
-        Correction("DP passes parameters through the CPU", "They are copied from device 0 to the others.", "—"),
-        Correction(
-            "DP scatters the loss",
-            "It gathers the outputs; gradients flow back through the replicas to device 0.",
-            "—",
-        ),
-        Correction(
-            "DDP must have several machines",
-            "One machine is enough: its ranks are processes.",
-            f"world sizes {worlds} on one machine" if worlds else "—",
-        ),
-        Correction("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
-        Correction("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo.", "—"),
-        Correction(
-            "DDP saves memory by accumulation",
-            "train.accumulate does, in every strategy, where the user asks for it.",
-            listing(
-                f"{r.strategy} × {r.devices} with train.accumulate={r.config['train.accumulate']}" for r in accumulated
-            ),
-        ),
-    ]
+        ("DataParallel is multi-process", "One process with one thread per device.", multi),
+        ("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
+        ("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
+        ("DP passes parameters through the CPU", "They are copied from device 0 to the others.", "—"),
+        ("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas.", "—"),
+        ("DDP must have several machines", "One machine is enough: its ranks are processes.", machines),
+        ("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
+        ("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo.", "—"),
+        ("DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for.", whose),
+    )
+    return [Correction(*texts) for texts in found]
 
 
 def _processes(run: Run) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
-from src.engine.report.wording import doubt, listing
+from src.engine.report.wording import doubt, listing, times
 
-THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory per device say nothing about GPUs"
 DDP, DP = "parallel=ddp parallel.devices=2", "parallel=dp parallel.devices=2"
 BOTH = "parallel=dp,ddp parallel.devices=2"
 
@@ -32,10 +31,6 @@ class Stated:
     a: Point
     b: Point
     contrast: Contrast
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        return (*self.a.runs, *self.b.runs)
 
 
 @dataclass(frozen=True)
@@ -81,21 +76,23 @@ def missing(what: str, remedy: str) -> Finding:
 
 def weigh(
     found: Sequence[Stated],
-    shown: str,
+    what: str,
     rule: str = "",
     verdict_of: Callable[[Stated], str] = lambda stated: stated.contrast.verdict,
+    needed: tuple[str, str] = ("dp and ddp on the same devices", BOTH),
 ) -> Finding:
     """Of a claim that each contrast must bear out: fails with one that fails, and is undecided with one that is."""
+    if not found:
+        return missing(*needed)
     words = [(stated, verdict_of(stated)) for stated in found]
-    runs = tuple(dict.fromkeys(run for stated in found for run in stated.runs))
+    runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
     verdict = next((v for v in (FAILS, UNDECIDED, HOLDS) if v in {word for _, word in words}), UNMEASURED)
-    reason = ""
-    if verdict == UNMEASURED:
-        reason = "most runs were disturbed"
-    elif verdict == FAILS and not all(word == FAILS for _, word in words):
+    reason = "most runs were disturbed" if verdict == UNMEASURED else ""
+    if verdict == FAILS and not all(word == FAILS for _, word in words):
         reason = f"not for {listing(stated.place for stated, word in words if word == FAILS)}"
     elif verdict == UNDECIDED:
         reason = listing(f"{s.place}: {_open(s.contrast)}" for s, word in words if word == UNDECIDED)
+    shown = listing(f"{s.place}: {times(s.contrast)} {what}" for s in found)
     return Finding(verdict, shown, "; ".join(filter(None, (rule, reason))), runs)
 
 

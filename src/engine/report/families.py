@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -43,8 +44,7 @@ def _value(run: Run, measure: str) -> float | None:
     timed = measure != "first_step_seconds"
     if run.neighbours or (timed and run.stand_in):
         return None
-    value: float | None = getattr(run, measure)
-    return value
+    return run.measure(measure)
 
 
 def pairs_of_speed(group: Group) -> Pairs:
@@ -100,5 +100,5 @@ def slow_runs(groups: Iterable[Group], share: float = 0.75) -> list[tuple[Point,
         for group in groups
         for point in group.points
         for run in point.runs
-        if (speed := point.speed) and run.images_per_sec is not None and run.images_per_sec < share * speed.median
+        if point.speed and (run.measure(SPEED) or math.inf) < share * point.speed.median
     ]

@@ -9,7 +9,7 @@ from src.engine.report.comparison import Group, Point
 from src.engine.report.families import leader
 from src.engine.report.measured import Run
 from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast
-from src.engine.report.wording import doubt, times, with_range
+from src.engine.report.wording import doubt, percent, times, with_range
 from src.schema import TrainConfig
 
 
@@ -40,7 +40,7 @@ def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead
     if as_simpler is not None:
         highest = next(p for p in group.points if p.label == as_simpler.b)
         sentence = (
-            f"{spoken(point)} is the simplest that is at most {smallest_difference:.0%} slower than the highest "
+            f"{spoken(point)} is the simplest that is at most {percent(smallest_difference)} slower than the highest "
             f"estimate: it trains {times(as_simpler)} as fast as {spoken(highest)}."
         )
         return Lead(group, sentence, command(point.runs[0]), point, as_simpler)

@@ -8,6 +8,17 @@ from pathlib import Path
 from typing import Any
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
+# Measure -> where result.json has it. Times are in seconds, or in milliseconds where their name says so.
+_RECORDED = {name: ("throughput", name) for name in ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed")} | {
+    "seconds_timed": ("throughput", "seconds_timed"),
+    "communication_ms": ("communication", "ms_per_step"),
+    "exposed_ms": ("communication", "exposed_ms_per_step"),  # not hidden behind the backward pass
+    "bytes_per_step": ("communication", "bytes_per_step"),
+    "bytes_busiest_link": ("communication", "bytes_busiest_link"),
+    "cpu_seconds": ("cpu", "seconds_per_second"),  # of all processes, per second of wall time
+    "first_step_seconds": ("seconds", "start_to_first_step"),
+}
+MEASURES = (*_RECORDED, "data_wait", "imbalance", "busy", "accuracy")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
@@ -57,10 +68,6 @@ class Run:
         return f"{commit} with changes" if commit and self.environment.get("dirty") else commit
 
     @property
-    def precision(self) -> str:
-        return str(self.config.get("train.precision") or "")
-
-    @property
     def started(self) -> str:
         return str(self.record.get("started") or self.environment.get("time") or "")
 
@@ -101,26 +108,6 @@ class Run:
         return beside + ([str(flag) for flag in flags] if isinstance(flags, list) else [])
 
     @property
-    def images_per_sec(self) -> float | None:
-        return self.number("throughput", "images_per_sec")
-
-    @property
-    def step_ms(self) -> float | None:
-        return self.number("throughput", "step_ms")
-
-    @property
-    def step_ms_p95(self) -> float | None:
-        return self.number("throughput", "step_ms_p95")
-
-    @property
-    def steps_timed(self) -> float | None:
-        return self.number("throughput", "steps_timed")
-
-    @property
-    def seconds_timed(self) -> float | None:
-        return self.number("throughput", "seconds_timed")
-
-    @property
     def data_wait(self) -> float | None:
         """Share of the timed steps, 0 to 1."""
         return finite(self.record.get("data_wait"))
@@ -133,32 +120,6 @@ class Run:
         return known if len(known) == len(parts) and sum(known.values()) > 0 else None
 
     @property
-    def bytes_per_step(self) -> float | None:
-        return self.number("communication", "bytes_per_step")
-
-    @property
-    def bytes_busiest_link(self) -> float | None:
-        return self.number("communication", "bytes_busiest_link")
-
-    @property
-    def communication_ms(self) -> float | None:
-        return self.number("communication", "ms_per_step")
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """Communication per step not hidden behind the backward pass."""
-        return self.number("communication", "exposed_ms_per_step")
-
-    @property
-    def cpu_seconds(self) -> float | None:
-        """CPU seconds of all processes per second of wall time."""
-        return self.number("cpu", "seconds_per_second")
-
-    @property
-    def first_step_seconds(self) -> float | None:
-        return self.number("seconds", "start_to_first_step")
-
-    @property
     def accuracy(self) -> float | None:
         """None unless it was trained to its end: after the few steps of a benchmark it says nothing."""
         trained = bool(self.config) and self.config.get("train.max_steps") is None
@@ -167,9 +128,7 @@ class Run:
     @property
     def memory(self) -> list[dict[str, Any]]:
         """One entry per device, by device."""
-        entries = self.record.get("memory")
-        known = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        known = [entry for entry in known if finite(entry.get("peak_bytes")) is not None]
+        known = [entry for entry in self._entries("memory") if finite(entry.get("peak_bytes")) is not None]
         return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
 
     @property
@@ -207,8 +166,7 @@ class Run:
     @property
     def ranks(self) -> list[dict[str, Any]]:
         """One entry per rank: rank, host, device, data_ms, compute_ms, step_ms."""
-        entries = self.record.get("ranks")
-        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        return self._entries("ranks")
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
@@ -216,6 +174,11 @@ class Run:
         cores = finite((self.environment.get("cpu") or {}).get("cores"))
         threads = self.devices * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
+
+    def measure(self, name: str) -> float | None:
+        """One of MEASURES."""
+        value: float | None = self.number(*_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        return value
 
     def proof(self, key: str) -> Any:
         """What the run counted about itself under `key`; None when it did not."""
@@ -230,6 +193,10 @@ class Run:
     def number(self, section: str, key: str) -> float | None:
         values = self.record.get(section)
         return finite(values.get(key)) if isinstance(values, dict) else None
+
+    def _entries(self, key: str) -> list[dict[str, Any]]:
+        entries = self.record.get(key)
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
     def _override(self, *keys: str) -> str:
         for override in self.overrides:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from src.engine.report.comparison import MEASURES, Group, Point
+from src.engine.report.comparison import Group, Point
 from src.engine.report.lead import Lead
-from src.engine.report.measured import Run
+from src.engine.report.measured import MEASURES, Run
 from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import Contrast, Summary
 
@@ -88,7 +88,7 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
         "nodes": run.nodes,
         "world_size": run.integer("world_size"),
         "model": str(run.record.get("model") or ""),
-        "precision": run.precision,
+        "precision": run.config.get("train.precision") or "",
         "scaling": "weak" if run.config.get("data.batch_size_per_device") is not None else "strong",
         "batch_size": run.integer("batch_size"),
         "batch_size_per_device": run.config.get("data.batch_size_per_device"),
@@ -98,7 +98,7 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
         "position": run.position,
         "seed": run.config.get("seed"),
         "stand_in_for_devices": "threads on CPU" if run.stand_in else "",
-        **{name: getattr(run, name) for name in MEASURES},
+        **{name: run.measure(name) for name in MEASURES},
         **(run.step_parts or {}),
         "peak_bytes": " ".join(f"{peak:.0f}" for peak in run.peak_bytes),
         "val_loss": run.number("val", "loss"),
@@ -110,19 +110,14 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
 
 
 def _plain_lead(lead: Lead) -> dict[str, Any]:
-    contrast = lead.contrast
     return {
         "group": lead.group.title,
         "hardware": lead.group.hardware,
         "sentence": lead.sentence,
         "command": lead.command,
         "point": lead.point.label if lead.point else None,
-        "contrast": _plain_contrast(contrast),
+        "contrast": _fields(lead.contrast),
     }
-
-
-def _plain_contrast(contrast: Contrast | None) -> dict[str, Any] | None:
-    return dataclasses.asdict(contrast) if contrast else None
 
 
 def _plain_group(group: Group) -> dict[str, Any]:
@@ -131,26 +126,18 @@ def _plain_group(group: Group) -> dict[str, Any]:
 
 
 def _plain_point(group: Group, point: Point) -> dict[str, Any]:
-    contrast = group.over_single(point)
+    keys = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
     return {
         "group": group.title,
         "hardware": group.hardware,
-        "label": point.label,
-        "strategy": point.strategy,
-        "devices": point.devices,
-        "nodes": point.nodes,
-        "options": point.options,
-        "threads_on_cpu": point.stand_in,
-        "threads_and_cores": point.needless_threads,
+        **{key: getattr(point, key) for key in keys},
         "runs": [run.name for run in point.runs],
-        "flagged": point.flagged,
-        "over_single": _plain_contrast(contrast),
-        "efficiency": contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None,
-        **_summaries(point, MEASURES),
-        "peak_bytes": [dataclasses.asdict(peak) for peak in point.peak_bytes],
+        "over_single": _fields(group.over_single(point)),
+        "efficiency": group.efficiency(point),
+        **{name: _fields(point.measure(name)) for name in MEASURES},
+        "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
     }
 
 
-def _summaries(point: Point, measures: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Summary | None] = {name: point.measure(name) for name in measures}
-    return {name: dataclasses.asdict(summary) if summary else None for name, summary in found.items()}
+def _fields(value: Contrast | Summary | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(value) if value else None

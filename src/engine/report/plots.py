@@ -95,11 +95,11 @@ def _speeds(group: Group) -> pd.DataFrame:
     """Every run. Nothing where one point is all there is."""
     columns = ["run", "point", "strategy", "devices", "series", "images_per_sec", "flagged"]
     found = [
-        [run.name, p.label, p.strategy, p.devices, f"{p.strategy}{p.suffix}", run.images_per_sec, bool(run.flags)]
+        [run.name, p.label, p.strategy, p.devices, f"{p.strategy}{p.suffix}", speed, bool(run.flags)]
         for p in group.points
         if p.speed
         for run in p.runs
-        if run.images_per_sec is not None
+        if (speed := run.measure(SPEED)) is not None
     ]
     frame = pd.DataFrame(found, columns=columns)
     return frame if frame["point"].nunique() > 1 else frame[:0]
@@ -192,12 +192,11 @@ def _order(group: Group) -> pd.DataFrame:
     """Speeds over their point's median, in run order. Nothing where no point was repeated."""
     columns = ["run", "sweep", "position", "block", "point", "strategy", "relative", "flagged"]
     found = [
-        [run.name, run.sweep, run.position, run.block, p.label, p.strategy, run.images_per_sec / speed.median]
-        + [bool(run.flags)]
+        [run.name, run.sweep, run.position, run.block, p.label, p.strategy, own / speed.median] + [bool(run.flags)]
         for p in group.points
         if (speed := p.speed) and speed.count > 1
         for run in p.runs
-        if run.images_per_sec is not None and run.position is not None
+        if (own := run.measure(SPEED)) is not None and run.position is not None
     ]
     return pd.DataFrame(found, columns=columns).sort_values(["sweep", "position"], ignore_index=True)
 

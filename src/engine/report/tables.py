@@ -10,7 +10,7 @@ from src.engine.report.comparison import Group, Point
 from src.engine.report.families import slow_runs
 from src.engine.report.measured import Run
 from src.engine.report.statistics import Summary
-from src.engine.report.wording import doubt, figure, times, with_range
+from src.engine.report.wording import doubt, figure, percent, times, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
@@ -52,15 +52,14 @@ def points_table(group: Group) -> Table:
 
 
 def _point_row(group: Group, point: Point, factor: float) -> list[Cell]:
-    contrast = group.over_single(point)
-    known = contrast is not None and contrast.ratio is not None
-    hidden = point.stand_in
+    contrast, efficiency, hidden = group.over_single(point), group.efficiency(point), point.stand_in
+    over_single = times(contrast) if contrast and contrast.ratio is not None else DASH
     return [
         Cell(f"{point.label}{_marks(group, point)}"),
         _number(str(len(point.runs)) + (f", {point.flagged} flagged" if point.flagged else "")),
         _summary(point.speed, hidden),
-        _number(NOT_HERE if hidden else times(contrast) if contrast and known else DASH),
-        _number(figure(contrast.ratio / point.devices) if contrast and contrast.ratio and point.devices else DASH),
+        _number(NOT_HERE if hidden else over_single),
+        _number(figure(efficiency) if efficiency else DASH),
         _summary(point.measure("step_ms"), hidden),
         _middle(point.measure("step_ms_p95"), hidden),
         _middle(point.measure("steps_timed")),
@@ -81,7 +80,7 @@ def contrasts_table(group: Group) -> Table:
             Cell(f"{c.a} over {c.b}"),
             _number(times(c) if c.ratio is not None else DASH),
             Cell("disturbed: no verdict" if group.disturbed else doubt(c)),
-            _number(f"{c.detectable:.1%}" if c.detectable is not None else DASH),
+            _number(percent(c.detectable, 1) if c.detectable is not None else DASH),
             _number(str(c.n)),
         ]
         for c in group.contrasts.get("images_per_sec", ())
@@ -156,7 +155,9 @@ def _notes(group: Group) -> list[str]:
     if not all(map(group.same_threads, group.points)):
         notes.append("‡ Other threads per device than single: the ratio mixes both effects.")
     for point, run in slow_runs([group])[:MOST_LINKS]:
-        notes.append(f"Outlier, kept: {run.name} ({point.label}) at {figure(run.images_per_sec or 0)} images/s.")
+        notes.append(
+            f"Outlier, kept: {run.name} ({point.label}) at {figure(run.measure('images_per_sec') or 0)} images/s."
+        )
     flagged = [(point, run) for point in group.points for run in point.runs if run.flags]
     notes += [f"Flagged: {run.name} ({point.label}): {'; '.join(run.flags)}." for point, run in flagged[:MOST_LINKS]]
     return [*notes, *group.warnings]

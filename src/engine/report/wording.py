@@ -14,7 +14,7 @@ def doubt(contrast: Contrast) -> str:
     if contrast.detectable is None:
         return "undecided: one measurement of each shows no noise; sweep.repeats=5 does"
     more = f"about {contrast.blocks_needed} blocks" if contrast.blocks_needed else "more than 1,000 blocks"
-    return f"undecided: this sweep could have seen a difference of {contrast.detectable:.1%}; {more} would do"
+    return f"undecided: this sweep could have seen a difference of {percent(contrast.detectable, 1)}; {more} would do"
 
 
 def times(contrast: Contrast) -> str:
@@ -22,6 +22,10 @@ def times(contrast: Contrast) -> str:
     assert contrast.ratio is not None
     interval = "" if contrast.low is None else f" (95 %: {contrast.low:.2f} to {contrast.high:.2f})"
     return f"{contrast.ratio:.2f} ×{interval}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
 
 
 def figure(value: float) -> str:
@@ -56,10 +60,10 @@ def method(smallest_difference: float) -> list[str]:
         "rule: where nothing differs, a page says something wrong in 6 % of cases at most. An interval is as wide as "
         "that rule asks, 95 % or more.",
         "Holds: the interval excludes no difference, in the claimed direction. Does not hold: it lies wholly below a "
-        f"difference of {smallest_difference:.0%} (sweep.smallest_difference). Undecided: neither; then it says which "
+        f"difference of {percent(smallest_difference)} (sweep.smallest_difference). Undecided: neither; then it says which "
         "difference would have been seen in 80 of 100 such sweeps, and how many blocks would decide if the estimate "
         "stays. Cannot be measured here: with the reason.",
         "The first sentence names the highest estimate, or a simpler point that is shown to be at most "
-        f"{smallest_difference:.0%} slower. Outliers and flagged runs are named and kept; runs beside other jobs are "
+        f"{percent(smallest_difference)} slower. Outliers and flagged runs are named and kept; runs beside other jobs are "
         "shown and not compared. A dash was not recorded. n/a cannot be measured here.",
     ]
