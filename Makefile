@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+ON_ALL_CORES := -n logical --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare test test-fast test-all bench gpu-check check lint format lock clean
@@ -19,14 +20,14 @@ train: $(VENV)/runtime ## the main job: a timm model on real digits, strategy ch
 compare: $(VENV)/runtime ## DataParallel against DistributedDataParallel on this machine, with a report
 	$(BIN)/python train.py -m experiment=compare $(ARGS)
 
-test: $(VENV)/development ## the tests that a newcomer runs (under 10 minutes on 2 cores)
-	$(PYTEST) -m "not slow and not gpu and not slurm" $(ARGS)
+test: $(VENV)/development ## the tests that a newcomer runs (under 4 minutes on 2 cores)
+	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## without the tests that start processes (under 90 seconds)
-	$(PYTEST) -m "not slow and not gpu and not slurm and not processes" -n logical $(ARGS)
+	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
 
 test-all: $(VENV)/development ## all tests that can run here, the slow ones too
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(ON_ALL_CORES) $(ARGS)
 
 bench: $(VENV)/runtime ## this project against a loop written by hand, on this machine (ARGS="--rounds 5")
 	$(BIN)/python scripts/maintain/bench.py $(ARGS)

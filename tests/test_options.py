@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "local"
 )
+# One of each kind of group; every other option is for `make test-all`.
+QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"), ("parallel", "ddp"), ("parallel", "dp"))
 ONE_STEP = (
     "train.max_steps=1",
     "data.limit_train=64",
@@ -177,7 +179,10 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow) for row in OPTIONS],
+)
 def test_an_option_runs_a_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:
@@ -194,6 +199,10 @@ def test_an_option_runs_a_step(
     again = ["--config-path", str(folder), "--config-name", "config"]
     frozen = compose_command(get_args_parser().parse_args(again)).config
     assert dataclasses.asdict(frozen) == dataclasses.asdict(read_frozen(folder)), "config.yaml is not what has run"
+
+
+def test_the_quick_options_are_options() -> None:
+    assert set(QUICK) <= set(OPTIONS)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -89,6 +89,9 @@ COMMON = (
     "train.max_steps=3",
     "optim.warmup_epochs=0.1",
 )
+# One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with accumulation and clipping. The rest
+# of the matrix is for `make test-all`.
+QUICK = ("nothing", "resnet", "ema", "mixup", "fp16_accumulate_clip")
 Told = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
 
 
@@ -120,10 +123,10 @@ def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
         spread.close()
 
 
-def all_options(ranks: Ranks, store: Any, strategy: str) -> dict[str, Told]:
+def try_options(ranks: Ranks, store: Any, strategy: str, options: list[str]) -> dict[str, Told]:
     torch.set_num_threads(1)
     found = {}
-    for option in OPTIONS:
+    for option in options:
         try:
             found[option] = three_steps(ranks, store, option, strategy)
         except Exception:
@@ -132,15 +135,17 @@ def all_options(ranks: Ranks, store: Any, strategy: str) -> dict[str, Told]:
 
 
 @pytest.fixture(scope="module")
-def told() -> Callable[[str], dict[str, Told]]:
-    """strategy -> option -> what it came to; under ddp, rank 0's words."""
+def told(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Told]]:
+    """strategy -> option -> what it came to; under ddp, rank 0's words. All options that were asked for train in one go."""
     known: dict[str, dict[str, Told]] = {}
+    chosen = {item.callspec.params.get("option") for item in request.session.items if hasattr(item, "callspec")}
+    options = [option for option in OPTIONS if option in QUICK or option in chosen]
 
     def get(strategy: str) -> dict[str, Told]:
         if strategy not in known:
             world = 2 if strategy == "ddp2" else 1
             run = in_ranks if world == 2 else lambda function, _, *rest, **__: [function(Ranks(), None, *rest)]
-            known[strategy] = run(all_options, world, strategy, timeout=110)[0]
+            known[strategy] = run(try_options, world, strategy, options, timeout=110)[0]
         return known[strategy]
 
     return get
@@ -148,8 +153,9 @@ def told() -> Callable[[str], dict[str, Told]]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.xdist_group("timm_options")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS])
 def test_every_option_trains_under_every_strategy(
     told: Callable[[str], dict[str, Told]], option: str, strategy: str
 ) -> None:
@@ -182,8 +188,10 @@ def test_batchnorm_statistics_are_rank_0s_or_averaged(dist_bn: str | None, expec
     assert in_ranks(shared_mean, 2, dist_bn) == [expected, expected]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.xdist_group("timm_options")
 def test_options_change_the_training(told: Callable[[str], dict[str, Told]]) -> None:
     """Else an option that does nothing would pass; those named here are to change nothing in three steps but the speed."""
     losses = {option: found["losses"] for option, found in told("single").items()}
@@ -196,12 +204,13 @@ HERE_WITHOUT = (  # Apex and bitsandbytes want CUDA and packages of their own
     *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
 )
 # kron compiles itself, which takes 20 s; kronc and kronw are the same class.
+QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
 @pytest.mark.parametrize(
     "opt",
     [
-        pytest.param(opt, marks=pytest.mark.slow) if opt == "kron" else opt
+        opt if opt in QUICK_OPTIMIZERS else pytest.param(opt, marks=pytest.mark.slow)
         for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
     ],
 )
