@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from conftest import plain
 from torch import Tensor
 
+from src.data.datasets import InMemory
 from src.data.feed import Blocks, DeviceFeed
+from src.data.loader import Reader, TrainLoader, train_requests
 
 
 def test_a_block_that_nobody_holds_is_used_again() -> None:
@@ -79,6 +82,42 @@ def test_on_a_gpu_each_batch_is_sent_before_the_one_before_it_is_handed_out(
     for number, batch in enumerate(feed.stream(batches)):
         assert batch == number and sent == list(range(min(number + 2, count))), "one ahead, and no more"
     assert len(sent) == count, "and none is lost"
+
+
+def test_batches_for_a_gpu_are_gathered_into_pinned_memory_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows in the same order; what fails in the thread fails here."""
+    images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
+    split = InMemory(images, torch.arange(40))
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 4), channels_last=False)
+    loader = TrainLoader(Reader(split, 40, None, 0), train_requests(split, 8, 0, 1, seed=0), feed, 0)
+    wanted = list(loader.epoch(0))
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def noted(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            pinned.append(threading.get_ident())
+        return empty(*shape, **options)
+
+    loader.reader.pin_memory = True  # as on a GPU
+    monkeypatch.setattr(torch, "empty", noted)
+    found = list(loader.epoch(0))
+    assert len(found) == len(wanted) == 5
+    for (images, labels), (other_images, other_labels) in zip(found, wanted, strict=True):
+        assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
+    assert len(pinned) == 2 * 5 and threading.get_ident() not in pinned
+    monkeypatch.setattr(loader.reader, "_rows", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(loader.epoch(0))
+
+
+def test_a_worker_process_never_pins() -> None:
+    split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 4), channels_last=False)
+    feed.device = torch.device("cuda")  # by name alone
+    for workers in (0, 2):
+        loader = TrainLoader(Reader(split, 1, None, 0), train_requests(split, 4, 0, 1, seed=0), feed, workers)
+        assert loader.reader.pin_memory == (workers == 0)
 
 
 @pytest.mark.gpu

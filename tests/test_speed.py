@@ -13,16 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import resolved
+from conftest import in_ranks, resolved
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.console import Console
 from src.engine.record.result import MetricsLog
+from src.models.build import build_ema
 from src.parallel import build_strategy
+from src.parallel.distributed import has_only_batch_norm_buffers
 from src.run.build import build
 from src.run.lifecycle import Training
+from src.schema import EmaConfig
 from src.training.loop import train_epoch
 from src.training.state import Progress
 
@@ -110,6 +116,74 @@ def test_nothing_is_logged_or_drawn_per_step(tmp_path: Path, monkeypatch: pytest
     assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
     for name, count in many.items():
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
+
+
+def test_averaged_weights_are_timms_without_two_lists_of_tensors_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))
+    assert ours is not None
+    theirs = ModelEmaV3(model, decay=0.9)
+    calls: Counter[str] = Counter()
+    listed = nn.Module.state_dict
+
+    def state_dict(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        calls["state_dict"] += 1
+        return listed(self, *arguments, **named)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 6):
+        if step == 4:  # as a resumed run does
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        model(torch.randn(8, 3, 3, 3)).square().sum().backward()
+        optimizer.step()
+        theirs.update(model, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "state_dict", state_dict)
+            ours.update(model, step)
+        for own, other in zip(ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True):
+            assert torch.equal(own, other)
+    assert calls["state_dict"] <= 2 * sum(1 for _ in model.modules())
+
+
+def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
+    """(whether DDP sends buffers in every step, rank 0's weights and buffers after five steps)."""
+    config = resolved(
+        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",
+        f"parallel.broadcast_buffers={broadcast}",
+    )  # fmt: skip
+    strategy = build_strategy(config.parallel, ranks, store)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(ranks.rank)
+    for _ in range(5):
+        wrapped(torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.share_buffers(model)
+    sends = bool(wrapped.broadcast_buffers if hasattr(wrapped, "broadcast_buffers") else wrapped.forward_sync_buffers)
+    bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
+    strategy.close()
+    return sends, bits
+
+
+def test_batch_norms_buffers_are_not_sent_in_every_step_and_it_makes_no_difference() -> None:
+    (quiet, loud), (others, _) = in_ranks(both_ways, 2)
+    assert (quiet[0], loud[0]) == (False, True)
+    assert quiet[1] == others[1] == loud[1]
+
+
+def both_ways(ranks: Ranks, store: Any) -> list[tuple[bool, list[float]]]:
+    return [buffers_and_bits(ranks, PrefixStore(word, store), word) for word in ("null", "true")]
+
+
+def test_buffers_that_training_may_read_are_still_sent() -> None:
+    assert has_only_batch_norm_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    other = nn.Linear(2, 2)
+    other.register_buffer("queue", torch.zeros(3))
+    assert not has_only_batch_norm_buffers(nn.Sequential(nn.BatchNorm1d(2), other))
 
 
 FAULTS = """

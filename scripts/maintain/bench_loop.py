@@ -57,6 +57,34 @@ def model_and_optimizer(
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=given.optimizer == "fused" or None)
 
 
+class Gather:
+    """Rows of a tensor as a batch on a device; into pinned memory that is used again, so that no copy waits for pages."""
+
+    def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:
+        self.size, self.cuda, self.count = size, cuda, 0
+        self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None] = [None] * depth
+
+    def __call__(
+        self, images: torch.Tensor, labels: torch.Tensor, indices: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.cuda:
+            return images.index_select(0, indices), labels.index_select(0, indices)
+        slot = self.count % len(self.slots)
+        self.count += 1
+        if self.slots[slot] is None:
+            shape = (self.size, *images.shape[1:])
+            pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True), torch.empty(self.size, dtype=labels.dtype)
+            self.slots[slot] = (pinned[0], pinned[1].pin_memory(), torch.cuda.Event())
+        own = self.slots[slot]
+        assert own is not None
+        own[2].synchronize()  # its last copy is done: three batches ago
+        torch.index_select(images, 0, indices, out=own[0])
+        torch.index_select(labels, 0, indices, out=own[1])
+        moved = own[0].to(device, non_blocking=True), own[1].to(device, non_blocking=True)
+        own[2].record()
+        return moved
+
+
 def report(given: argparse.Namespace, first: float, seconds: float) -> None:
     cuda = given.accelerator == "cuda"
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -86,13 +114,13 @@ def main() -> None:
         wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
     writer = SummaryWriter(given.tensorboard) if given.tensorboard and rank == 0 else None
 
+    gather = Gather(given.batch_size // world, cuda)
     step, began, first = 0, 0.0, 0.0
     whole = given.samples - given.samples % given.batch_size
     while step < given.steps:
         for indices in torch.randperm(given.samples)[:whole][rank::world].split(given.batch_size // world):
-            batch = images[indices].pin_memory() if cuda else images[indices]
-            inputs = batch.to(device, non_blocking=True).sub(mean).div_(127.5).contiguous(memory_format=layout)
-            targets = labels[indices].to(device, non_blocking=True)
+            batch, targets = gather(images, labels, indices, device)
+            inputs = batch.sub(mean).div_(127.5).contiguous(memory_format=layout)
             with torch.autocast(device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"):
                 loss = cross_entropy(wrapped(inputs), targets)
             loss.backward()

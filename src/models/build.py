@@ -144,7 +144,21 @@ def preprocessing_for(model: nn.Module, config: DataConfig, images: Images) -> P
 
 def build_ema(model: nn.Module, config: EmaConfig) -> ModelEmaV3 | None:
     """Averaged weights beside the model."""
-    return None if config.decay is None else ModelEmaV3(model, decay=config.decay, use_warmup=config.warmup)
+    return None if config.decay is None else Average(model, decay=config.decay, use_warmup=config.warmup)
+
+
+class Average(ModelEmaV3):
+    """timm's, without two lists of all tensors made anew in every step: a state_dict's tensors stay where they are."""
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        if not hasattr(self, "_pairs"):
+            own, other = self.module.state_dict().values(), model.state_dict().values()
+            self._pairs = list(zip(own, other, strict=True))
+            self._own, self._other = ([p[i] for p in self._pairs if p[0].is_floating_point()] for i in range(2))
+        for average, value in self._pairs:
+            if not average.is_floating_point():
+                average.copy_(value)
+        self._foreach_lerp_(self._own, self._other, weight=1 - decay)
 
 
 def count_parameters(model: nn.Module) -> int:

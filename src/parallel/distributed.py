@@ -26,6 +26,12 @@ from src.schema import ResolvedParallel
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
+def has_only_batch_norm_buffers(model: nn.Module) -> bool:
+    """Then rank 0's need not be sent to all in every step: training does not read them, and evaluation shares them first."""
+    having = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
+    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in having)
+
+
 class Distributed(Single):
     """Rank `rank` of `world_size`, on a device of its own."""
 
@@ -59,6 +65,8 @@ class Distributed(Single):
 
     def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
         options = {key: getattr(self.config, key) for key in OPTIONS if getattr(self.config, key) is not None}
+        if self.config.dist_bn != "reduce" and has_only_batch_norm_buffers(model):
+            options.setdefault("broadcast_buffers", False)
         if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # its name since torch 2.13
             options = {"forward_sync_buffers" if k == "broadcast_buffers" else k: v for k, v in options.items()}
         if self.device.type == "cuda":

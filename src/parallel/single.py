@@ -14,6 +14,7 @@ from src.engine.machine.hardware import Utilisation
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
+from src.parallel.crowding import give_way
 from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.stopping import Stopping
 from src.schema import ResolvedParallel
@@ -33,6 +34,7 @@ class Single:
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
+            give_way(int(config.threads_per_device))
         self.devices = self._choose_devices()
         self.device = self.devices[0]
         self.stopping = Stopping()

@@ -1,0 +1,92 @@
+"""Beside a busy neighbour, OpenMP's threads sleep at their barriers instead of spinning there.
+
+libgomp, whose threads torch computes with on Linux, spins for milliseconds at every barrier before it sleeps. On cores of
+its own a run gains a quarter by that. Where another program takes one, two threads of a team often share a core, and each
+spins while the other would work: 4 % of the speed were left. libgomp spins only briefly where it has more threads than the
+machine has cores, and it counts all teams of the process: so, while this process's threads have to wait for a core, a
+team that does nothing is kept beside its own. The threads that compute are as many as before, and so the bits the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from src.engine.machine import hardware
+
+LOOK_SECONDS = 1.0
+CROWDED, CALM = 0.5, 0.3  # seconds per second that the threads of this process wait for a core
+CALM_LOOKS = 3  # one after the other, before the threads spin again
+USERS_OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def seconds_waited() -> float:
+    """How long the threads of this process were ready to run while other threads had the cores; Linux tells it."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9
+
+
+@cache
+def give_way(threads: int) -> Crowding | None:
+    """Watch from now on; None where there is nothing to watch: one thread, the user's own setting, another system."""
+    known = sys.platform == "linux" and Path("/proc/self/schedstat").exists()
+    if threads < 2 or not known or any(name in os.environ for name in USERS_OWN):
+        return None
+    crowding = Crowding(threads)
+    crowding.start()
+    return crowding
+
+
+class Crowding(threading.Thread):
+    """Keeps the idle teams while threads have to wait for a core."""
+
+    def __init__(
+        self, threads: int, waited: Callable[[], float] = seconds_waited, look_seconds: float = LOOK_SECONDS
+    ) -> None:
+        """`threads`: of a team, as torch was told."""
+        super().__init__(name="crowding", daemon=True)
+        self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1  # more threads than cores, with our own
+        self.idle: list[IdleTeam] = []
+        self._waited, self._look_seconds = waited, look_seconds
+
+    def run(self) -> None:
+        calm, before, looked_at = 0, self._waited(), time.monotonic()
+        while True:
+            time.sleep(self._look_seconds)
+            waited, now = self._waited(), time.monotonic()
+            share = (waited - before) / (now - looked_at)
+            before, looked_at = waited, now
+            calm = calm + 1 if share < CALM else 0
+            if share > CROWDED and not self.idle:
+                self.idle = [IdleTeam() for _ in range(self.teams_wanted)]
+            elif calm >= CALM_LOOKS:
+                while self.idle:
+                    self.idle.pop().end()
+
+
+class IdleTeam(threading.Thread):
+    """A thread that has once computed in parallel, and with that a team of its own, which lives as long as it does."""
+
+    def __init__(self) -> None:
+        super().__init__(name="idle team", daemon=True)
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        torch.ones(2**20).add_(1)  # large enough to be shared out
+        self._over.wait()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
