@@ -72,7 +72,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     """One run: compose, check, claim or reopen the run folder, start the ranks (or, under torchrun, be rank 0)."""
     from src.data.folders import check_data
     from src.engine.config.compose import compose_command, run_in_hydra
-    from src.engine.config.resolve import resolve
+    from src.engine.config.resolve import remarks, resolve
     from src.engine.launch.job import run_job
     from src.engine.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
     from src.engine.launch.torchrun import agree, lead, remembered_folder
@@ -82,6 +82,8 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     command = compose_command(with_saved_overrides(arguments))
     check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    for line in remarks(command.config, config, ranks.world_size if ranks else None):
+        print(line, flush=True)
     if ranks is not None:
         agree(config, command.config.parallel, ranks)
     folder = remembered_folder(ranks, config) or folder_to_resume(config)

@@ -17,8 +17,9 @@ from torch.nn.parallel import comm
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.meter import Meter
+from src.models.build import build_model
 from src.parallel import build_strategy
-from src.schema import ParallelConfig
+from src.schema import ModelConfig, ParallelConfig
 from src.training import loop
 from src.training.finite import LossWindow
 from src.training.metrics import evaluate
@@ -232,3 +233,17 @@ def test_bytes_per_step_of_dp_count_every_batch_and_what_is_in_it(loss_in_replic
     expected = 2 * parameters + buffers + moved
     assert strategy.communication(model, wrapped, 1)["bytes_per_step"] == expected
     assert strategy.communication(model, wrapped, 3)["bytes_per_step"] == 3 * expected
+
+
+@pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "mixnet_s", "regnetx_002"])
+def test_sync_bn_changes_no_output(name: str) -> None:
+    """timm's BatchNorm holds the activation after it, which torch's own converter drops."""
+    built = []
+    for sync_bn in (False, True):
+        torch.manual_seed(0)
+        built.append(build_model(ModelConfig(name=name, sync_bn=sync_bn), 5, 3, None, torch.device("cpu")).eval())
+    bare, synchronised = built
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules())
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(synchronised(images), bare(images), rtol=0, atol=0)

@@ -14,6 +14,7 @@ import timm
 import torch
 from huggingface_hub import constants
 from timm.data import resolve_model_data_config
+from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -48,7 +49,7 @@ def build_model(
     if config.grad_checkpointing:
         _checkpoint_gradients(model, config.name)
     if config.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)  # timm's: torch's would lose the activation that timm's BatchNorm holds
     memory_format = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=memory_format)
     assert isinstance(model, nn.Module)

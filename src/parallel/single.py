@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.engine.machine.hardware import Utilisation
+from src.engine.machine.hardware import visible_cuda_devices
+from src.engine.machine.nvidia import Utilisation
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
@@ -41,7 +42,8 @@ class Single:
         self._utilisation: Utilisation | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            self._utilisation = Utilisation([device.index for device in self.devices])
+            uuids = {device.index: device.uuid for device in visible_cuda_devices()}
+            self._utilisation = Utilisation([uuids.get(device.index) for device in self.devices])
 
     @property
     def is_first(self) -> bool:

@@ -113,6 +113,11 @@ def _strategy(config: Config) -> None:
         raise ValueError(
             "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
         )
+    if model.compile and strategy == "ddp" and parallel.bucket_cap_mb is not None and parallel.bucket_cap_mb < 1:
+        raise ValueError(
+            f"parallel.bucket_cap_mb={parallel.bucket_cap_mb}: model.compile=true splits the model at buckets of 1 MB or "
+            "more; use at least 1, or model.compile=false"
+        )
     if model.sync_bn and strategy != "ddp":
         raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
 

@@ -21,6 +21,7 @@ from src.engine.config.confidential import check_literals, check_words
 from src.engine.config.fences import check_hydra_block, check_search_path
 from src.engine.config.keys import explain, is_known, key_hint
 from src.engine.config.names import hint
+from src.engine.config.resolve import count_that_divides
 from src.engine.config.rules import check_values
 from src.engine.machine import hardware
 from src.engine.machine.secrets import hide_in
@@ -102,10 +103,15 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
     return int(outcome.return_value)  # raises what the job raised
 
 
-def device_counts() -> str:
-    """`${device_counts:}`: 1, 2, 4 … up to this machine's devices, as a sweep takes them. At least 1,2; on CPU at most 8."""
-    most = max(2, len(hardware.visible_cuda_devices()) or min(8, hardware.cores()))
-    return ",".join(str(2**power) for power in range(most.bit_length()))
+def device_counts(_root_: Any) -> str:
+    """`${device_counts:}`: 1, 2, 4 … and the most that the batch divides by (as devices=auto), for a sweep.
+
+    At least 1,2; on CPU at most 8.
+    """
+    batch = OmegaConf.select(_root_, "data.batch_size")
+    most = max(2, count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch))
+    powers = {2**power for power in range(most.bit_length())}
+    return ",".join(str(count) for count in sorted(powers | {most}))
 
 
 def store_schema() -> None:

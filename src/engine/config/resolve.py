@@ -20,6 +20,8 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     Errors: ValueError when this machine, or those ranks, cannot run it.
     """
     config = copy.deepcopy(config)
+    if config.data.batch_size is None and config.data.batch_size_per_device is None:
+        config.data.batch_size = DEFAULT_BATCH_SIZE
     cuda = len(hardware.visible_cuda_devices())
     _resolve_strategy(config, cuda, world_size)
     _resolve_devices(config, cuda, world_size)
@@ -32,17 +34,53 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
         parallel.backend = backend_for(parallel.accelerator)
-    if config.data.batch_size is None and config.data.batch_size_per_device is None:
-        config.data.batch_size = DEFAULT_BATCH_SIZE
     resolved = as_resolved(config)
     _check_batch(resolved)
     _check_compiler(resolved)
     return resolved
 
 
+def remarks(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
+    """What `auto` has decided for `asked` and its user may not expect, a line each."""
+    parallel, cuda, said = resolved.parallel, len(hardware.visible_cuda_devices()), []
+    of_all = asked.parallel.devices == "auto" and asked.parallel.device_ids is None and world_size is None
+    could = asked.parallel.strategy != "single" and parallel.accelerator == "cuda"
+    if of_all and could and parallel.devices < cuda:
+        batch = resolved.global_batch
+        below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
+        said.append(
+            f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, because data.batch_size={batch} does not "
+            f"divide by more; nearest for all of them: {f'{below}, ' if below else ''}{above}"
+        )
+    problem = hardware.cuda().problem
+    if problem is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
+        said.append(f"parallel.accelerator=auto: the CPU, though this machine shows NVIDIA devices: {problem}")
+    return said
+
+
+def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
+    """The largest number of devices, at most `present`, that a global `batch` divides by.
+
+    `pairs`: into shares that are even. Without a `batch` (it is given per device), and where no number will do: `present`.
+    """
+    if batch is None:
+        return present
+    counts = range(present, 0, -1)
+    return next((count for count in counts if batch % count == 0 and not (pairs and batch // count % 2)), present)
+
+
+def _auto_devices(config: Config, cuda: int) -> int:
+    parallel, augment = config.parallel, config.data.augment
+    if parallel.device_ids:
+        return len(parallel.device_ids)
+    on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
+    pairs = bool(augment.mixup or augment.cutmix) and parallel.strategy != "dp"
+    return count_that_divides(cuda if on_cuda else min(2, hardware.cores()), config.data.batch_size, pairs)
+
+
 def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None:
     parallel = config.parallel
-    asked = cuda if parallel.devices == "auto" else int(parallel.devices)
+    asked = _auto_devices(config, cuda) if parallel.devices == "auto" else int(parallel.devices)
     if parallel.strategy == "auto":
         if world_size is not None:
             parallel.strategy = "ddp"
@@ -69,25 +107,25 @@ def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
             )
         parallel.devices = world_size
     elif parallel.devices == "auto":
-        if parallel.strategy == "single":
-            parallel.devices = 1
-        elif parallel.accelerator == "cuda":
-            parallel.devices = len(parallel.device_ids or []) or cuda
-        else:
-            parallel.devices = min(2, hardware.cores())
+        parallel.devices = 1 if parallel.strategy == "single" else _auto_devices(config, cuda)
 
 
 def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
     parallel = config.parallel
+    if parallel.backend == "mpi" and not hardware.has_mpi():
+        raise ValueError("parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo")
     if parallel.backend == "nccl" and WINDOWS:
         raise ValueError("parallel.backend=nccl: NCCL does not exist for Windows; use gloo, or run under WSL 2")
     if parallel.accelerator == "cuda":
         if cuda == 0:
-            raise ValueError("parallel.accelerator=cuda: no CUDA device is visible here; use cpu or auto")
+            problem = hardware.cuda().problem or "no CUDA device is visible here"
+            raise ValueError(f"parallel.accelerator=cuda: {problem}; use cpu or auto")
         ids = parallel.device_ids
         if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
             raise ValueError(f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}")
-        if local > cuda and not (parallel.strategy == "ddp" and parallel.backend == "gloo"):
+        if local > cuda and parallel.strategy == "dp":
+            raise ValueError(f"parallel.devices={local}: {cuda} CUDA device(s) here, and dp takes one for each replica")
+        if local > cuda and parallel.backend != "gloo":
             raise ValueError(
                 f"parallel.devices={local}: {cuda} CUDA device(s) here; two NCCL ranks cannot share one "
                 "(parallel.backend=gloo can, to try things out)"

@@ -115,7 +115,7 @@ def _torch(facts: Facts) -> Finding:
 def _devices(facts: Facts) -> list[Finding]:
     if not facts.devices:
         return [Finding("GPUs", "an Apple GPU" if facts.torch.get("mps") else "none; CPU devices will be used")]
-    names = ", ".join(f"{d['name']} ({d['memory'] / GIB:.0f} GiB)" for d in facts.devices)
+    names = ", ".join(f"{d['name']} ({d['memory'] / GIB:.0f} GiB)" if d["memory"] else d["name"] for d in facts.devices)
     said = f"{len(facts.devices)}: {names}; driver {facts.driver}, which runs CUDA up to {facts.driver_cuda}"
     seen = len(facts.torch.get("devices", []))
     if seen == 0 and "error" not in facts.torch:

@@ -18,7 +18,7 @@ from typing import Any
 
 from src.engine.config.compose import ROOT
 from src.engine.launch.supervisor import SAFE_PATH, with_project_on_path
-from src.engine.machine import hardware, memory
+from src.engine.machine import hardware, memory, nvidia
 from src.engine.machine.platform import open_file_limit
 from src.engine.record import environment
 
@@ -34,7 +34,7 @@ class Facts:
     system: str = platform.platform()
     in_container: bool = False
     libraries: dict[str, tuple[str | None, str]] = field(default_factory=dict)  # name -> (here, pinned)
-    devices: list[dict[str, Any]] = field(default_factory=list)  # as the driver counts them
+    devices: list[dict[str, Any]] = field(default_factory=list)  # as NVML lists them
     visible: int = 0  # of them, after CUDA_VISIBLE_DEVICES
     driver: str | None = None
     driver_cuda: str | None = None  # the newest CUDA that the driver runs
@@ -61,11 +61,11 @@ def look(say: Any = lambda line: None) -> Facts:
     return Facts(
         in_container=any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")),
         libraries={name: (_version(name), version) for name, version in pins().items()},
-        devices=[{"name": device.name, "memory": device.memory_bytes} for device in hardware.nvml_devices()],
+        devices=nvidia.listed(),
         visible=len(hardware.visible_cuda_devices()),
-        driver=environment.driver_version(),
-        driver_cuda=environment.driver_cuda(),
-        topology=environment.topology() if hardware.nvml_devices() else None,
+        driver=nvidia.driver_version(),
+        driver_cuda=nvidia.driver_cuda(),
+        topology=environment.topology() if nvidia.devices_shown() else None,
         torch=probe("torch"),
         timm=probe("timm"),
         cores=hardware.cores(),

@@ -1,4 +1,4 @@
-"""What this machine has, without importing torch: cores, CUDA devices, library builds."""
+"""What this machine has, without importing torch: cores, CUDA devices, library builds. More on NVIDIA's in nvidia.py."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import importlib.util
 import os
 import platform
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class CudaDevice:
-    index: int  # as NVML counts, before CUDA_VISIBLE_DEVICES
-    name: str
-    memory_bytes: int
-    uuid: str
+from src.engine.machine.nvidia import CudaDevice, Driver
 
 
 def cores() -> int:
@@ -27,47 +20,14 @@ def cores() -> int:
 
 
 @cache
-def nvml_devices() -> tuple[CudaDevice, ...]:
-    """All NVIDIA devices of the machine; empty without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            found.append(CudaDevice(index, str(name), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total), str(uuid)))
-        return tuple(found)
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+def cuda() -> Driver:
+    """What the CUDA driver says; asked once, as torch asks it once."""
+    return Driver.ask(torch_build("cuda"))
 
 
 def visible_cuda_devices() -> tuple[CudaDevice, ...]:
-    """The devices torch will see: NVML's list through CUDA_VISIBLE_DEVICES (numbers or UUID prefixes).
-
-    As in CUDA, the list ends at the first entry that names no device. With a torch built without CUDA there are none.
-    """
-    if torch_build("cuda") is None:
-        return ()
-    devices = nvml_devices()
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return devices
-    visible: list[CudaDevice] = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        named = [d for d in devices if entry and (d.uuid.startswith(entry) or str(d.index) == entry)]
-        if not named and entry.startswith("MIG-") and devices:  # a slice of some device: counts as one
-            named = [devices[0]]
-        if len(named) != 1:
-            break
-        visible.append(named[0])
-    return tuple(visible)
+    """The devices that torch will see, counted and numbered by the driver as it does for torch."""
+    return cuda().devices
 
 
 def oom_kills() -> int:
@@ -78,6 +38,18 @@ def oom_kills() -> int:
         return 0
     match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
     return int(match.group(1)) if match else 0
+
+
+@cache
+def has_mpi() -> bool:
+    """Whether torch was built with MPI, which its wheels are not; read as text, where the headers are there to say it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    try:
+        said = (Path(spec.origin).parent / "include/caffe2/core/macros.h").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return '{"USE_MPI", "OFF"}' not in said
 
 
 def has_mps() -> bool:
@@ -94,25 +66,3 @@ def torch_build(key: str) -> str | None:
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     match = re.search(rf"^{key}\b[^=]*= '([^']*)'", text, re.MULTILINE)
     return match.group(1) if match else None
-
-
-class Utilisation:
-    """Mean utilisation of CUDA devices, sampled through NVML whenever `sample` is called."""
-
-    def __init__(self, indices: list[int]) -> None:
-        """`indices` as torch counts."""
-        import pynvml
-
-        pynvml.nvmlInit()
-        visible = visible_cuda_devices()
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(visible[index].index) for index in indices]
-        self._read = pynvml.nvmlDeviceGetUtilizationRates
-        self._sums, self._count = [0.0] * len(indices), 0
-
-    def sample(self) -> None:
-        self._sums = [total + self._read(handle).gpu for total, handle in zip(self._sums, self._handles, strict=True)]
-        self._count += 1
-
-    def means(self) -> list[float | None]:
-        """Share of the time in 0..1 that each device was busy; None before the first sample."""
-        return [total / self._count / 100 if self._count else None for total in self._sums]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from src.engine.machine import hardware
+from src.engine.machine import hardware, nvidia
 from src.engine.machine.files import write_json
 from src.schema import Config
 
@@ -39,8 +40,8 @@ def describe(config: Config) -> dict[str, Any]:
         "dirty": bool(_git("status", "--porcelain")),
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cpu": {"model": _cpu_model(), "cores": hardware.cores(), "memory_bytes": psutil.virtual_memory().total},
-        "devices": [{"index": d.index, "name": d.name, "memory_bytes": d.memory_bytes} for d in devices],
-        "driver": driver_version(),
+        "devices": [dataclasses.asdict(device) for device in devices],
+        "driver": nvidia.driver_version(),
         "cuda": hardware.torch_build("cuda"),
         "nccl": _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.strategy == "ddp" else None,
@@ -74,32 +75,6 @@ def _cpu_model() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def driver_version() -> str | None:
-    if not hardware.nvml_devices():
-        return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def driver_cuda() -> str | None:
-    """The newest CUDA that the driver runs, `13.0`."""
-    if not hardware.nvml_devices():
-        return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-        return f"{number // 1000}.{number % 1000 // 10}"
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def topology() -> str | None:

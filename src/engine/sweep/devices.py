@@ -16,17 +16,8 @@ LEAST_BYTES = 256 * 2**20  # of a process that has imported torch and timm and h
 def devices_here() -> dict[str, list[str]]:
     """Names by kind: cores by number, CUDA devices as CUDA_VISIBLE_DEVICES takes them, Apple's GPU."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(hardware.cores())
-    return {"cpu": [str(core) for core in cores], "cuda": _cuda_names(), "mps": ["mps"]}
-
-
-def _cuda_names() -> list[str]:
-    """UUIDs, which mean the same in every process; slices (MIG) as they were given, because a UUID is the whole device's."""
-    visible = hardware.visible_cuda_devices()
-    given = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return [
-        given[place] if place < len(given) and given[place].startswith("MIG-") else device.uuid
-        for place, device in enumerate(visible)
-    ]
+    cuda = [device.uuid for device in hardware.visible_cuda_devices()]  # which mean the same in every process
+    return {"cpu": [str(core) for core in cores], "cuda": cuda, "mps": ["mps"]}
 
 
 def need_of(config: Config) -> Need:
