@@ -308,9 +308,9 @@ def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     for number in range(150):  # a search: every run has settings of its own
         sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    started = time.monotonic()
+    started = time.process_time()  # not the clock's: other programs may be running
     html = write_report([sweep.write()])
-    assert time.monotonic() - started < 12
+    assert time.process_time() - started < 12
     assert html.stat().st_size < 2e6
 
 

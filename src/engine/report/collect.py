@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.report.measured import Run
+from src.engine.report.settings import flat
 
 
 def collect(folders: list[Path]) -> list[Run]:
@@ -103,14 +104,4 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"{path}: cannot be read as YAML ({first}); restore it or leave the folder out") from None
-    return _flat({key: value for key, value in (tree or {}).items() if key not in ("defaults", "hydra")})
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            values.update(_flat(value, f"{prefix}{key}."))
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
+    return flat({key: value for key, value in (tree or {}).items() if key not in ("defaults", "hydra")})

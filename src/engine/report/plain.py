@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from src.engine.report.comparison import Group, Point
-from src.engine.report.lead import Lead
 from src.engine.report.measured import MEASURES, Run
 from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import Contrast, Summary
@@ -23,7 +22,11 @@ FORMAT = 2
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
-    leads = [_plain_lead(lead) for lead in report.leads]
+    leads: list[dict[str, Any]] = [
+        {"group": lead.group.title, "hardware": lead.group.hardware, "sentence": lead.sentence, "command": lead.command}
+        | {"point": lead.point.label if lead.point else None, "contrast": _fields(lead.contrast)}
+        for lead in report.leads
+    ]
     return {
         "format": FORMAT,
         "sweeps": [
@@ -106,17 +109,6 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
         "neighbours": run.neighbours,
         "flags": "; ".join(run.flags),
         "overrides": " ".join(run.overrides),
-    }
-
-
-def _plain_lead(lead: Lead) -> dict[str, Any]:
-    return {
-        "group": lead.group.title,
-        "hardware": lead.group.hardware,
-        "sentence": lead.sentence,
-        "command": lead.command,
-        "point": lead.point.label if lead.point else None,
-        "contrast": _fields(lead.contrast),
     }
 
 

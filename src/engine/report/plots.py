@@ -91,18 +91,30 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set_xlabel("ratio of images/s")
 
 
-def _speeds(group: Group) -> pd.DataFrame:
-    """Every run. Nothing where one point is all there is."""
-    columns = ["run", "point", "strategy", "devices", "series", "images_per_sec", "flagged"]
+def _runs(group: Group) -> pd.DataFrame:
+    """Every run with a speed, in run order; `relative` is over its point's median."""
     found = [
-        [run.name, p.label, p.strategy, p.devices, f"{p.strategy}{p.suffix}", speed, bool(run.flags)]
-        for p in group.points
-        if p.speed
-        for run in p.runs
-        if (speed := run.measure(SPEED)) is not None
+        {"run": run.name, "sweep": run.sweep, "position": run.position, "block": run.block, "point": point.label}
+        | {"strategy": point.strategy, "devices": point.devices, "series": f"{point.strategy}{point.suffix}"}
+        | {"images_per_sec": own, "relative": own / speed.median, "flagged": bool(run.flags)}
+        for point in group.points
+        if (speed := point.speed)
+        for run in point.runs
+        if (own := run.measure(SPEED)) is not None
     ]
-    frame = pd.DataFrame(found, columns=columns)
-    return frame if frame["point"].nunique() > 1 else frame[:0]
+    return pd.DataFrame(found).sort_values(["sweep", "position"], ignore_index=True) if found else pd.DataFrame(found)
+
+
+def _speeds(group: Group) -> pd.DataFrame:
+    """Nothing where one point is all there is."""
+    frame = _runs(group)
+    return frame if len(frame) and frame["point"].nunique() > 1 else frame[:0]
+
+
+def _order(group: Group) -> pd.DataFrame:
+    """Nothing where no point was repeated."""
+    frame = _runs(group)
+    return frame if len(frame) and frame["point"].duplicated().any() else frame[:0]
 
 
 def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
@@ -186,19 +198,6 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
         bars.patches[0].set_hatch("///")
     name_bars(axes, names)
     axes.set_ylabel("peak, GiB per device")
-
-
-def _order(group: Group) -> pd.DataFrame:
-    """Speeds over their point's median, in run order. Nothing where no point was repeated."""
-    columns = ["run", "sweep", "position", "block", "point", "strategy", "relative", "flagged"]
-    found = [
-        [run.name, run.sweep, run.position, run.block, p.label, p.strategy, own / speed.median] + [bool(run.flags)]
-        for p in group.points
-        if (speed := p.speed) and speed.count > 1
-        for run in p.runs
-        if (own := run.measure(SPEED)) is not None and run.position is not None
-    ]
-    return pd.DataFrame(found, columns=columns).sort_values(["sweep", "position"], ignore_index=True)
 
 
 def _paint_order(axes: Axes, frame: pd.DataFrame) -> None:

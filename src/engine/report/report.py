@@ -20,7 +20,7 @@ from src.engine.report.families import with_contrasts
 from src.engine.report.lead import Lead, lead
 from src.engine.report.measured import Run
 from src.engine.report.plain import plain, relative, table
-from src.engine.report.settings import hardware, shared, varied
+from src.engine.report.settings import hardware
 from src.engine.report.statistics import SMALLEST_DIFFERENCE
 from src.engine.report.wording import method
 
@@ -110,13 +110,13 @@ def _render(template: str, report: Report, out: Path, plots: dict[Group, Any]) -
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(tables=tables, shared=shared, varied=varied, href=lambda run: _href(run, out))
+    environment.globals.update(tables=tables, href=lambda run: _href(run, out))
     unfinished = [run for run in report.runs if not run.comparable]
     return environment.get_template(template).render(
         report=report,
         groups=report.groups[:MOST_GROUPS_SHOWN],
         plots=plots,
-        plots_folder=PLOTS,
+        settings=tables.settings_tables(report.runs),
         method=method(report.smallest_difference),
         unfinished=unfinished[:MOST_UNFINISHED_SHOWN],
         num_unfinished=len(unfinished),

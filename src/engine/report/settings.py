@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from src.engine.report.measured import Run
@@ -55,3 +55,11 @@ def words(run: Run, keys: Iterable[str], prefix: str = "") -> str:
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
     return ", ".join(f"{key.removeprefix(prefix)}={text(run.config.get(key))}" for key in keys)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"data": {"root": 1}}` -> `{"data.root": 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values

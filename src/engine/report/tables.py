@@ -9,6 +9,7 @@ from typing import Any
 from src.engine.report.comparison import Group, Point
 from src.engine.report.families import slow_runs
 from src.engine.report.measured import Run
+from src.engine.report.settings import flat, shared, varied
 from src.engine.report.statistics import Summary
 from src.engine.report.wording import doubt, figure, percent, times, with_range
 
@@ -16,6 +17,7 @@ DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
 MOST_DEVICES = 8
 LONGEST_REASON = 240  # characters
+_OF_ONE_RUN = ("format", "time", "command", "topology")  # of an environment record
 
 
 @dataclass(frozen=True)
@@ -89,24 +91,27 @@ def contrasts_table(group: Group) -> Table:
     return Table(columns, rows, "What is held against what")
 
 
-def settings_table(values: dict[str, Any]) -> Table:
-    rows = [[Cell(key), Cell(_words(value))] for key, value in sorted(values.items())]
-    return Table(["key", "value"], rows)
-
-
-def varied_table(values: dict[str, list[Any]]) -> Table:
-    rows = [[Cell(key), Cell(_listed(seen))] for key, seen in sorted(values.items())]
-    return Table(["key", "values"], rows)
-
-
-def versions_table(runs: Iterable[Run]) -> Table:
-    """What the environment records of runs say, each value once."""
-    seen: dict[str, dict[str, None]] = {}
+def settings_tables(runs: Sequence[Run]) -> list[Table]:
+    """What the runs were set to and where they ran: every key with its values, what differs first."""
+    configured = [run for run in runs if run.config]
+    environments: dict[str, dict[str, Any]] = {}
     for run in runs:
-        for key, value in _environment(run):
+        for key, value in flat({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN}).items():
             if value not in (None, "", [], {}):
-                seen.setdefault(key, {})[str(value)] = None
-    return Table(["what", "value"], [[Cell(key), Cell(_listed(list(values)))] for key, values in seen.items()])
+                environments.setdefault(key, {})[_words(value)] = value
+    return [
+        _keys("What varied", varied(configured)),
+        _keys("What all points share", {key: [value] for key, value in shared(configured).items()}),
+        _keys("Hardware and versions", {key: list(values.values()) for key, values in environments.items()}),
+    ]
+
+
+def _keys(caption: str, values: dict[str, list[Any]]) -> Table:
+    def listed(seen: list[Any], most: int = 12) -> str:
+        more = f", … ({len(seen)} values)" if len(seen) > most else ""
+        return ", ".join(map(_words, seen[:most])) + more
+
+    return Table(["key", "values"], [[Cell(key), Cell(listed(seen))] for key, seen in sorted(values.items())], caption)
 
 
 def unfinished_table(runs: Iterable[Run]) -> Table:
@@ -119,22 +124,6 @@ def unfinished_table(runs: Iterable[Run]) -> Table:
         status = "done, not compared" if run.doubt else run.status.replace("_", " ")
         rows.append([Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(status), Cell(shown), _links((run,))])
     return Table(["point", "overrides", "status", "reason", "folder"], rows)
-
-
-def _environment(run: Run) -> Iterable[tuple[str, Any]]:
-    record = run.environment
-    cpu = record.get("cpu") or {}
-    yield "processor", f"{cpu.get('model')}, {cpu.get('cores')} cores" if cpu else None
-    memory = cpu.get("memory_bytes")
-    yield "main memory", f"{memory / 2**30:.0f} GiB" if isinstance(memory, int | float) else None
-    for device in record.get("devices") or []:
-        size = device.get("memory_bytes")
-        yield f"device {device.get('index')}", f"{device.get('name')}" + (f", {size / 2**30:.0f} GiB" if size else "")
-    yield "host", ", ".join(run.hosts)
-    for key in ("platform", "python", "driver", "cuda", "nccl", "backend"):
-        yield key, record.get(key)
-    yield "code", run.commit
-    yield from (record.get("libraries") or {}).items()
 
 
 def _marks(group: Group, point: Point) -> str:
@@ -200,11 +189,6 @@ def _links(runs: Sequence[Run], most: int = MOST_LINKS) -> Cell:
 
 def _number(text: str) -> Cell:
     return Cell(text, number=True)
-
-
-def _listed(values: list[Any], most: int = 12) -> str:
-    more = f", … ({len(values)} values)" if len(values) > most else ""
-    return ", ".join(map(_words, values[:most])) + more
 
 
 def _words(value: Any) -> str:
