@@ -64,7 +64,7 @@ def _point_row(group: Group, point: Point, factor: float) -> list[Cell]:
         _number(figure(efficiency) if efficiency else DASH),
         _summary(point.measure("step_ms"), hidden),
         _middle(point.measure("step_ms_p95"), hidden),
-        _middle(point.measure("steps_timed")),
+        _number(f"{steps.median:,.0f}" if (steps := point.measure("steps_timed")) else DASH),
         _middle(point.measure("data_wait"), factor=100),
         _middle(point.measure("exposed_ms"), hidden),
         _middle(point.measure("cpu_seconds")),
@@ -149,7 +149,9 @@ def _notes(group: Group) -> list[str]:
         )
     flagged = [(point, run) for point in group.points for run in point.runs if run.flags]
     notes += [f"Flagged: {run.name} ({point.label}): {'; '.join(run.flags)}." for point, run in flagged[:MOST_LINKS]]
-    return [*notes, *group.warnings]
+    extra = sorted((run for run in group.runs if run.block is None), key=lambda run: run.position or 0)
+    speeds = [figure(speed) for run in extra if (speed := run.measure("images_per_sec")) is not None]
+    return [*notes, *([f"The baseline, first and last: {' and '.join(speeds)} images/s."] if len(speeds) > 1 else [])]
 
 
 def _summary(summary: Summary | None, hidden: bool) -> Cell:
