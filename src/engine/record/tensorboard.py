@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,9 @@ class TensorBoard:
 
     def confusion(self, name: str, counts: Tensor, classes: list[str], step: int) -> None:
         """A confusion matrix [true, predicted] of counts, shaded by the share of each true class."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a name in a script that matplotlib's font has not: boxes
-            self._writer.add_figure(name, _confusion_figure(counts, classes), step)
+        from src.engine.record.confusion import draw_confusion
+
+        self._writer.add_image(name, draw_confusion(counts.cpu().numpy(), classes), step, dataformats="HWC")
 
     def text(self, name: str, text: str) -> None:
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
@@ -61,32 +60,3 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _confusion_figure(counts: Tensor, classes: list[str]) -> Any:
-    from matplotlib.figure import Figure
-
-    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    size = min(3 + 0.35 * len(classes), 12)
-    figure = Figure(figsize=(size, size), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set(xlabel="predicted", ylabel="true")
-    if len(classes) <= 40:
-        names = [name.encode(errors="replace").decode() for name in classes]  # a folder's name may be no UTF-8
-        axes.set_xticks(range(len(classes)), names, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(classes)), names, parse_math=False)
-    if len(classes) <= 20:
-        for (row, column), count in zip(
-            torch.cartesian_prod(*[torch.arange(len(classes))] * 2).tolist(), counts.flatten(), strict=True
-        ):
-            if count:
-                axes.text(
-                    column,
-                    row,
-                    str(int(count)),
-                    ha="center",
-                    va="center",
-                    color="white" if shares[row, column] > 0.5 else "black",
-                )
-    return figure

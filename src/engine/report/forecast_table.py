@@ -1,0 +1,95 @@
+"""The forecast of a sweep folder: its runs read, and the answer as text or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src.engine.report.collect import collect
+from src.engine.report.forecast import Answer, Forecast, Measured, forecast
+from src.engine.report.measured import Run
+
+
+def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
+    """An answer per set of runs that differ in devices, batch and repeat only, by what they have in common.
+
+    `options` as in `forecast`. Errors: ValueError, one line, where no set has two device counts.
+    """
+    found: dict[str, list[Measured]] = {}
+    for run in collect([folder]):
+        measured = read_measured(run)
+        if measured is not None:
+            found.setdefault(what(run), []).append(measured)
+    if not found:
+        raise ValueError(
+            f"{folder}: no timed run of single or ddp here that ended well and ran alone; sweep over those"
+        )
+    answers, refused = {}, ""
+    for name, runs in found.items():
+        try:
+            answers[name] = forecast(runs, **options)
+        except ValueError as error:
+            refused = str(error)
+    if not answers:
+        raise ValueError(f"{folder}: {refused}")
+    return answers
+
+
+def read_measured(run: Run) -> Measured | None:
+    """None for a run that tells nothing: dp, neighbours beside it, not done, or too short to be timed."""
+    result = run.result
+    if result is None or run.status != "done" or result.strategy == "dp" or result.neighbours:
+        return None
+    speed, batch, devices = result.throughput.get("images_per_sec"), result.batch_size, result.world_size
+    if not (speed and batch and devices):
+        return None
+    images = batch * int(run.config.get("train.accumulate") or 1)
+    ring = result.communication.get("ms_per_step")
+    return Measured(
+        devices=devices,
+        images=images,
+        seconds=images / speed,
+        gradient_bytes=int(result.communication.get("bytes_per_step") or 0),
+        ring=ring / 1000 if ring and devices > 1 else None,
+        waits_for_data=result.data_wait or 0.0,
+    )
+
+
+def what(run: Run) -> str:
+    """The overrides that a forecast does not see through."""
+    seen = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
+    kept = [word for word in run.overrides if not word.startswith(seen)]
+    return " ".join(kept) or (run.result.model if run.result else "")
+
+
+def as_json(answers: dict[str, Answer]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(answer) for name, answer in answers.items()}
+
+
+def as_text(answers: dict[str, Answer]) -> Iterator[str]:
+    for name, answer in answers.items():
+        model = answer.model
+        link = model.across or model.link
+        yield f"{name}: {answer.verdict}"
+        yield (
+            f"  step = {1000 * model.fixed:.3g} ms + {1000 * model.per_image:.3g} ms per image; "
+            f"ring of {model.gradient_bytes / 2**20:.3g} MiB over {8 * link.bandwidth / 1e9:.3g} Gbit/s, "
+            f"{1e6 * link.latency:.3g} us a message, {model.hidden:.0%} of the compute time can hide it"
+        )
+        if model.data_rate is not None:
+            yield f"  the loader delivers {model.data_rate:.4g} images/s to a device, and bounds the step"
+        for title, rows in (
+            ("strong, the same global batch", answer.strong),
+            ("weak, the same batch per device", answer.weak),
+        ):
+            yield f"  {title}"
+            yield f"  {'devices':>9} {'per device':>10} {'images/s':>10} {'interval':>22} {'efficiency':>10} {'measured':>9}"
+            yield from (_row(row) for row in rows)
+
+
+def _row(row: Forecast) -> str:
+    interval = f"{row.low:.4g} to {row.high:.4g}"
+    measured = "" if row.measured is None else f"{row.measured:.4g}"
+    return f"  {row.devices:>9,} {row.per_device:>10.4g} {row.speed:>10.4g} {interval:>22} {row.efficiency:>10.2f} {measured:>9}"

@@ -1,0 +1,240 @@
+"""What a config would be on hardware that is not here: shards, steps, learning rates, FLOPs, and tensor bytes per device.
+
+Nothing is allocated: model, gradients and a whole optimizer step are run on fake tensors, which have shapes and no data,
+and autograd says what the backward pass keeps (torch.autograd.graph.saved_tensors_hooks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from src.data.datasets import Images, build_images
+from src.data.folders import check_data
+from src.data.sampling import EpochShard
+from src.engine.config.combinations import check_combination
+from src.engine.config.compose import compose_command
+from src.engine.config.resolve import resolve
+from src.models.build import build_ema, build_model, count_parameters, preprocessing_for
+from src.parallel.forward import AUTOCAST, ModelAndLoss
+from src.schema import Config, global_batch, learning_rate
+from src.training.objective import build_criterion
+from src.training.optim import build_optimizer, build_schedule
+
+MOST_RATES = 200  # points of the learning rate's curve
+SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one device at the end of a forward pass, when most is held; `buckets` are ddp's copies of the gradients."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    batch: int
+    buckets: int
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One device count. `reason`: why it cannot be run; then the rest is empty."""
+
+    devices: int
+    reason: str = ""
+    strategy: str = ""
+    batch_size: int = 0  # global
+    batch_size_per_device: int = 0  # the largest chunk
+    images: int = 0  # in the training split
+    images_per_device: int = 0  # a device's share of an epoch
+    dropped_per_epoch: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    learning_rate: float = 0.0  # the peak
+    learning_rates: tuple[tuple[int, float], ...] = ()  # (step, rate) at the steps that a run logs
+    parameters: int = 0
+    flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
+    bytes: Bytes | None = None
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        if self.bytes is not None:
+            values["bytes"]["total"] = self.bytes.total
+        return values
+
+
+def plan(overrides: list[str], counts: list[int]) -> list[Plan]:
+    """One plan per device count, of a command line without `parallel.devices`.
+
+    Errors: ValueError when the config can never be right; a count that it does not go with is a row with its reason.
+    """
+    words = argparse.Namespace(overrides=overrides, config_name=None, config_path=None, config_dir=None, multirun=False)
+    config = compose_command(words).config
+    check_data(config.data)
+    images = build_images(config.data)
+    config.model.pretrained, config.model.weights = False, None  # what the weights are decides nothing here
+    plans = [_plan_one(config, images, devices) for devices in counts]
+    return [dataclasses.replace(one, warnings=(*one.warnings, *_across(config, plans, one))) for one in plans]
+
+
+def _plan_one(config: Config, images: Images, devices: int) -> Plan:
+    try:
+        config = _resolved_for(config, devices)
+        return _count(config, images, devices)
+    except ValueError as error:
+        return Plan(devices, reason=str(error))
+
+
+def _resolved_for(config: Config, devices: int) -> Config:
+    """As if `devices` ranks had been started elsewhere, so that nobody asks for their hardware here."""
+    config = copy.deepcopy(config)
+    config.parallel.devices = devices
+    if config.parallel.strategy == "auto":
+        config.parallel.strategy = "ddp" if devices > 1 else "single"
+    check_combination(config)
+    if config.parallel.strategy == "ddp":
+        return resolve(config, devices, 1)
+    return resolve(config)
+
+
+def _count(config: Config, images: Images, devices: int) -> Plan:
+    batch, train = global_batch(config), config.train
+    size = min(len(images.train), config.data.limit_train or len(images.train))
+    shard = EpochShard(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
+    steps_per_epoch = shard.batches_per_epoch // train.accumulate
+    if steps_per_epoch == 0:
+        raise ValueError(f"train.accumulate={train.accumulate}: an epoch has only {shard.batches_per_epoch} batches")
+    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
+    chunk = math.ceil(batch / devices)
+    side = config.data.image_size or images.image_size
+    with torch.device("meta"):  # timm reads numbers out of some tensors while it builds, which fake ones have not
+        model = build_model(config.model, len(images.class_names), images.in_chans, side, torch.device("meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        shape = preprocessing_for(model, config.data, images).input_size
+        rates = _rates(config, model, steps_per_epoch, steps)
+        flops, held = _step(config, model, torch.empty(chunk, *shape), len(images.class_names))
+    return Plan(
+        devices=devices,
+        strategy=config.parallel.strategy,
+        batch_size=batch,
+        batch_size_per_device=chunk,
+        images=size,
+        images_per_device=shard.batches_per_epoch * batch // devices,
+        dropped_per_epoch=shard.dropped,
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        learning_rate=learning_rate(config),
+        learning_rates=rates,
+        parameters=count_parameters(model),
+        flops_per_step=flops * devices * train.accumulate,
+        bytes=held,
+        warnings=tuple(_warnings(config, model, chunk, shard, steps_per_epoch)),
+    )
+
+
+def _rates(config: Config, model: nn.Module, steps_per_epoch: int, steps: int) -> tuple[tuple[int, float], ...]:
+    """The rate of the optimizer's first group at the steps that are logged, thinned where there are many."""
+    optimizer = build_optimizer(config.optim, learning_rate(config), model)
+    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
+    logged = [step for step in range(1, steps + 1) if step == 1 or step % config.train.log_every == 0 or step == steps]
+    found = []
+    for step in logged[:: max(1, math.ceil(len(logged) / MOST_RATES))]:
+        if schedule is not None and step > 1:
+            schedule.step_update(step - 1)  # a function of the step, and the one after which `step` is taken
+        found.append((step, float(optimizer.param_groups[0]["lr"])))
+    return tuple(found)
+
+
+def _step(config: Config, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
+    """(FLOPs of forward and backward, bytes held) of one device's step on a fake batch."""
+    mixed = config.data.augment.mixup or config.data.augment.cutmix
+    targets = torch.rand(len(images), num_classes) if mixed else torch.zeros(len(images), dtype=torch.int64)
+    wrapped = ModelAndLoss(
+        model.train(), build_criterion(config.train, config.data.augment), "cpu", AUTOCAST[config.train.precision]
+    )
+    optimizer = build_optimizer(config.optim, learning_rate(config), model)
+    ema = build_ema(model, config.model.ema)
+    own = [*model.parameters(), *model.buffers()]
+    with FlopCounterMode(display=False) as counter, _saved(excluding=[*own, images]) as saved:
+        loss = wrapped(images, targets)
+        loss.backward()
+    optimizer.step()
+    gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    is_ddp = config.parallel.strategy == "ddp"
+    held = Bytes(
+        weights=_size(own),
+        gradients=gradients,
+        optimizer=_size(states),
+        ema=0 if ema is None else _size([*ema.module.parameters(), *ema.module.buffers()]),
+        activations=sum(saved.values()),
+        batch=_size([images, targets]),
+        buckets=gradients if is_ddp and not config.parallel.gradient_as_bucket_view else 0,
+    )
+    return counter.get_total_flops(), held
+
+
+@contextmanager
+def _saved(excluding: list[Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes by storage of what autograd keeps for the backward pass, without the storages of `excluding`."""
+    known = {_storage(tensor) for tensor in excluding}
+    found: dict[int, int] = {}
+    kept = []  # a freed storage's number may be given again
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            found[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _warnings(config: Config, model: nn.Module, chunk: int, shard: EpochShard, steps_per_epoch: int) -> Iterator[str]:
+    normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if normalised and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
+        yield f"per-device batch {chunk} with BatchNorm: its statistics are noisy; model.sync_bn=true, or a larger batch"
+    if shard.dropped > 0.05 * shard.num_images:
+        yield f"{shard.dropped} of {shard.num_images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
+    if steps_per_epoch < 10:
+        yield f"{steps_per_epoch} steps per epoch: start and end of each epoch weigh as much as its steps"
+    if config.model.grad_checkpointing:
+        yield "model.grad_checkpointing=true: the inputs that its blocks keep are not counted in the activations"
+
+
+def _across(config: Config, plans: list[Plan], one: Plan) -> Iterator[str]:
+    """What only the counts beside each other show."""
+    smallest = min((plan.batch_size for plan in plans if plan.batch_size), default=0)
+    if one.batch_size > smallest and config.optim.lr_rule == "none":
+        yield (
+            f"the global batch is {one.batch_size / smallest:g} times that of the smallest count, and the learning rate is "
+            "the same: optim.lr_rule=linear or sqrt scales it"
+        )
