@@ -10,8 +10,9 @@ import pytest
 
 from src.engine.record.jobs import Job, Jobs
 from src.engine.record.result import Result, write_result
-from src.engine.report.forecast import Answer, Link, Measured, Model, fit, forecast, leave_one_out
+from src.engine.report.forecast import Answer, fit, forecast, leave_one_out
 from src.engine.report.forecast_table import as_json, as_text, forecast_sweep
+from src.engine.report.step_model import Link, Measured, Model
 
 TRUE = Model(fixed=0.004, per_image=0.001, hidden=0.3, link=Link(30e-6, 2e9), gradient_bytes=100_000_000)
 

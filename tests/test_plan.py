@@ -17,7 +17,7 @@ from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.run.build import build
 from src.run.plan import Plan, plan
-from src.schema import Config
+from src.schema import ResolvedConfig
 
 ROOT = Path(__file__).parents[1]
 WORDS = [word for word in TINY if not word.startswith("parallel.")]
@@ -36,7 +36,7 @@ def test_bytes_are_those_that_a_step_allocates(overrides: tuple[str, ...]) -> No
     assert planned is not None
     torch.manual_seed(0)
     parts = build(config, build_strategy(config.parallel, Ranks(), None), 1)
-    trainee = parts.trainee
+    trainee = parts.state
     images, labels = next(parts.train.epoch(0))
     targets = torch.rand(len(labels), parts.num_classes) if parts.mixing else labels
     activations = allocated(lambda: trainee.wrapped.train()(images, targets))
@@ -66,7 +66,7 @@ def allocated(forward: Any) -> int:
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages())  # allocated minus freed
 
 
-def run_in_folder(ranks: Ranks, store: Any, config: Config, folder: Path) -> None:
+def run_in_folder(ranks: Ranks, store: Any, config: ResolvedConfig, folder: Path) -> None:
     from src.run import lifecycle
 
     lifecycle.run(config, folder, ranks, store)
@@ -121,6 +121,8 @@ def test_what_will_go_wrong_is_said() -> None:
     assert any("dropped" in warning for warning in one("data.batch_size=100").warnings)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_as_a_command(tmp_path: Path) -> None:
     def command(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

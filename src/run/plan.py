@@ -26,9 +26,9 @@ from src.data.sampling import EpochShard
 from src.engine.config.combinations import check_combination
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
-from src.models.build import build_ema, build_model, count_parameters, preprocessing_for
+from src.models.build import build_model, count_parameters, preprocessing_for
 from src.parallel.forward import AUTOCAST, ModelAndLoss
-from src.schema import Config, global_batch, learning_rate
+from src.schema import Config, ResolvedConfig
 from src.training.objective import build_criterion
 from src.training.optim import build_optimizer, build_schedule
 
@@ -97,13 +97,12 @@ def plan(overrides: list[str], counts: list[int]) -> list[Plan]:
 
 def _plan_one(config: Config, images: Images, devices: int) -> Plan:
     try:
-        config = _resolved_for(config, devices)
-        return _count(config, images, devices)
+        return _count(_resolved_for(config, devices), images, devices)
     except ValueError as error:
         return Plan(devices, reason=str(error))
 
 
-def _resolved_for(config: Config, devices: int) -> Config:
+def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     """As if `devices` ranks had been started elsewhere, so that nobody asks for their hardware here."""
     config = copy.deepcopy(config)
     config.parallel.devices = devices
@@ -115,8 +114,8 @@ def _resolved_for(config: Config, devices: int) -> Config:
     return resolve(config)
 
 
-def _count(config: Config, images: Images, devices: int) -> Plan:
-    batch, train = global_batch(config), config.train
+def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
+    batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
     shard = EpochShard(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
     steps_per_epoch = shard.batches_per_epoch // train.accumulate
@@ -142,7 +141,7 @@ def _count(config: Config, images: Images, devices: int) -> Plan:
         dropped_per_epoch=shard.dropped,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
-        learning_rate=learning_rate(config),
+        learning_rate=config.learning_rate,
         learning_rates=rates,
         parameters=count_parameters(model),
         flops_per_step=flops * devices * train.accumulate,
@@ -151,9 +150,9 @@ def _count(config: Config, images: Images, devices: int) -> Plan:
     )
 
 
-def _rates(config: Config, model: nn.Module, steps_per_epoch: int, steps: int) -> tuple[tuple[int, float], ...]:
+def _rates(config: ResolvedConfig, model: nn.Module, steps_per_epoch: int, steps: int) -> tuple[tuple[int, float], ...]:
     """The rate of the optimizer's first group at the steps that are logged, thinned where there are many."""
-    optimizer = build_optimizer(config.optim, learning_rate(config), model)
+    optimizer = build_optimizer(config.optim, config.learning_rate, model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     logged = [step for step in range(1, steps + 1) if step == 1 or step % config.train.log_every == 0 or step == steps]
     found = []
@@ -164,15 +163,14 @@ def _rates(config: Config, model: nn.Module, steps_per_epoch: int, steps: int) -
     return tuple(found)
 
 
-def _step(config: Config, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
+def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
     """(FLOPs of forward and backward, bytes held) of one device's step on a fake batch."""
     mixed = config.data.augment.mixup or config.data.augment.cutmix
     targets = torch.rand(len(images), num_classes) if mixed else torch.zeros(len(images), dtype=torch.int64)
     wrapped = ModelAndLoss(
         model.train(), build_criterion(config.train, config.data.augment), "cpu", AUTOCAST[config.train.precision]
     )
-    optimizer = build_optimizer(config.optim, learning_rate(config), model)
-    ema = build_ema(model, config.model.ema)
+    optimizer = build_optimizer(config.optim, config.learning_rate, model)
     own = [*model.parameters(), *model.buffers()]
     with FlopCounterMode(display=False) as counter, _saved(excluding=[*own, images]) as saved:
         loss = wrapped(images, targets)
@@ -185,7 +183,7 @@ def _step(config: Config, model: nn.Module, images: Tensor, num_classes: int) ->
         weights=_size(own),
         gradients=gradients,
         optimizer=_size(states),
-        ema=0 if ema is None else _size([*ema.module.parameters(), *ema.module.buffers()]),
+        ema=0 if config.model.ema.decay is None else _size(own),
         activations=sum(saved.values()),
         batch=_size([images, targets]),
         buckets=gradients if is_ddp and not config.parallel.gradient_as_bucket_view else 0,

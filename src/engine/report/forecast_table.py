@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.report.collect import collect
-from src.engine.report.forecast import Answer, Forecast, Measured, forecast
+from src.engine.report.forecast import Answer, Forecast, forecast
 from src.engine.report.measured import Run
+from src.engine.report.step_model import Measured
 
 
 def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
@@ -39,21 +40,18 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 def read_measured(run: Run) -> Measured | None:
     """None for a run that tells nothing: dp, neighbours beside it, not done, or too short to be timed."""
-    result = run.result
-    if result is None or run.status != "done" or result.strategy == "dp" or result.neighbours:
-        return None
-    speed, batch, devices = result.throughput.get("images_per_sec"), result.batch_size, result.world_size
-    if not (speed and batch and devices):
+    speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
+    if not run.comparable or run.strategy == "dp" or run.neighbours or not (speed and batch and run.devices):
         return None
     images = batch * int(run.config.get("train.accumulate") or 1)
-    ring = result.communication.get("ms_per_step")
+    ring = run.number("communication", "ms_per_step")
     return Measured(
-        devices=devices,
+        devices=run.devices,
         images=images,
         seconds=images / speed,
-        gradient_bytes=int(result.communication.get("bytes_per_step") or 0),
-        ring=ring / 1000 if ring and devices > 1 else None,
-        waits_for_data=result.data_wait or 0.0,
+        gradient_bytes=int(run.number("communication", "bytes_per_step") or 0),
+        ring=ring / 1000 if ring and run.devices > 1 else None,
+        waits_for_data=run.data_wait or 0.0,
     )
 
 
@@ -61,7 +59,7 @@ def what(run: Run) -> str:
     """The overrides that a forecast does not see through."""
     seen = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
     kept = [word for word in run.overrides if not word.startswith(seen)]
-    return " ".join(kept) or (run.result.model if run.result else "")
+    return " ".join(kept) or str(run.record.get("model") or "")
 
 
 def as_json(answers: dict[str, Answer]) -> dict[str, Any]:
