@@ -89,7 +89,10 @@ class DataConfig:
 class ParallelConfig:
     """How a run is spread over devices. None leaves an option at torch's default."""
 
-    strategy: str = choice("auto", "auto", "single", "dp", "ddp")
+    strategy: str = "auto"  # auto, single, dp, ddp, or `src.parallel.<module>.<Class>` of your own
+    # of a strategy of your own, whose YAML says both
+    process_per_device: bool | None = None  # True: a rank per device, as in ddp; False: one process
+    options: dict[str, Any] = free_dict()  # what its class reads of `config.options`
     devices: int | str = "auto"
     accelerator: str = choice("auto", "auto", "cpu", "cuda", "mps")
     threads_per_device: int | str = "auto"  # CPU threads in every rank or replica; auto: cores / devices
@@ -111,6 +114,11 @@ class ParallelConfig:
     gradient_as_bucket_view: bool | None = None
     static_graph: bool | None = None
     dist_bn: str | None = choice(None, "broadcast", "reduce")  # BatchNorm statistics that are evaluated; None: rank 0's
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if every device has a process of its own. False under `auto`, which is resolved first."""
+        return self.strategy == "ddp" if self.process_per_device is None else self.process_per_device
 
 
 @dataclass
@@ -146,7 +154,7 @@ class TrainConfig:
     evaluate_every: int = number(1, least=0)  # epochs; 0: never during training
     target_loss: float | None = number(None, above=0)  # the last lines say whether train/loss got below it
     early_stop: int | None = number(None, least=1)  # evaluations without a better `checkpoint.metric`
-    loss: str = choice("ce", "ce", "bce")
+    loss: str = "ce"  # one of LOSSES in src/training/objective.py
     smoothing: float = number(0.0, least=0, most=1)
     bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
     log_every: int = number(10, least=1)  # steps between two logged lines
@@ -158,7 +166,7 @@ class TrainConfig:
 class CheckpointConfig:
     every_steps: int | None = number(None, least=1)  # None: at the end of every epoch
     keep: int = number(1, least=1)  # step_N.pt files kept beside last.pt and best.pt
-    metric: str = choice("val/acc", "val/acc", "val/loss", "val/acc_ema", "val/loss_ema")
+    metric: str = "val/acc"  # what best.pt is best by: val/<a number of src/training/metrics.py>, or with _ema
 
 
 @dataclass

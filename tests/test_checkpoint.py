@@ -46,7 +46,7 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
 def contents_of(run: Run, step: int = 1) -> Contents:
     run.state.progress = Progress(step=step, step_in_epoch=step, best_acc=0.25)
     made_by = {"strategy": "single", "devices": 1}
-    return checkpoint.snapshot(run.state, run.images.class_names, run.preprocessing, made_by)
+    return checkpoint.snapshot(run.state, run.strategy, run.images.class_names, run.preprocessing, made_by)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_weights_have_the_names_of_plain_timm_under_every_strategy(contents: Con
 def test_what_was_saved_comes_back_in_another_state(single: Run, contents: Contents, tmp_path: Path) -> None:
     path = save(tmp_path, contents, 7)
     other = run_of("parallel=single", "seed=8").state
-    checkpoint.restore(other, checkpoint.load(path))
+    checkpoint.restore(other, single.strategy, checkpoint.load(path))
     assert other.progress == Progress(step=7, step_in_epoch=1, best_acc=0.25)
     for one, two in ((single.state.model, other.model), (single.state.ema, other.ema)):
         assert one is not None and two is not None
@@ -258,22 +258,23 @@ def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_
 )
 def test_a_checkpoint_of_something_else_is_not_put_into_it(before: str, after: str, said: str) -> None:
     kwargs = ("model.kwargs.num_heads=2",) if "embed_dim" in after else ()
+    run, contents = run_of(after, *kwargs), contents_of(run_of(before))
     with pytest.raises(ValueError, match=f"the checkpoint is of {said}") as refusal:
-        checkpoint.restore(run_of(after, *kwargs).state, contents_of(run_of(before)))
+        checkpoint.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("before", "after"), [("optim.sched=none", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")])
 def test_the_same_optimizer_goes_on(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
-    state = run_of(after, *sgd).state
-    checkpoint.restore(state, contents_of(run_of(before, *sgd)))
-    assert state.progress.step == 1
+    run = run_of(after, *sgd)
+    checkpoint.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
+    assert run.state.progress.step == 1
 
 
 def test_weights_alone_are_not_gone_on_from(single: Run, contents: Contents) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
-        checkpoint.restore(replace(single.state), {"format": 1, "model": contents["model"]})
+        checkpoint.restore(replace(single.state), single.strategy, {"format": 1, "model": contents["model"]})
 
 
 # resume= -----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def evaluation(rounds: int) -> list[Figures]:
 
 
 def saving(rounds: int) -> list[Figures]:
-    _, _, run = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
+    _, strategy, run = prepare("model.name=resnet50", "data.kwargs.num_samples=256", "data.batch_size=32")
     state, batches = run.state, run.train.epoch(0)
 
     def step() -> None:
@@ -88,7 +88,7 @@ def saving(rounds: int) -> list[Figures]:
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
 
         def save(number: int) -> None:
-            contents = checkpoint.snapshot(state, run.images.class_names, run.preprocessing, {})
+            contents = checkpoint.snapshot(state, strategy, run.images.class_names, run.preprocessing, {})
             checkpoint.save(Path(folder), contents, number, keep=1, is_best=False)
 
         step()

@@ -143,9 +143,11 @@ def preprocessing_for(model: nn.Module, config: DataConfig, images: Images) -> P
     )
 
 
-def build_ema(model: nn.Module, config: EmaConfig) -> ModelEmaV3 | None:
-    """Averaged weights beside the model."""
-    return None if config.decay is None else Average(model, decay=config.decay, use_warmup=config.warmup)
+def build_ema(model: nn.Module, config: EmaConfig, foreach: bool = True) -> ModelEmaV3 | None:
+    """Averaged weights beside the model. `foreach`: all tensors in one go, which mixed kinds of tensors do not allow."""
+    if config.decay is None:
+        return None
+    return (Average if foreach else ModelEmaV3)(model, decay=config.decay, use_warmup=config.warmup, foreach=foreach)
 
 
 class Average(ModelEmaV3):

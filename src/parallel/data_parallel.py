@@ -28,9 +28,7 @@ from src.schema import ResolvedParallel
 class DataParallelStrategy(Single):
     """One process drives all `devices`."""
 
-    kind = "dp"
-
-    def __init__(self, config: ResolvedParallel, ranks: Ranks) -> None:
+    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Any = None) -> None:
         super().__init__(config, ranks)
         self.dim = config.dim or 0
         self.output_device = self.device if config.output_device is None else torch.device("cuda", config.output_device)

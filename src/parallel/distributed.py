@@ -35,10 +35,9 @@ def has_only_batch_norm_buffers(model: nn.Module) -> bool:
 class Distributed(Single):
     """Rank `rank` of `world_size`, on a device of its own."""
 
-    kind = "ddp"
-
-    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store) -> None:
+    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
         super().__init__(config, ranks)
+        assert store is not None
         dist.init_process_group(
             config.backend,
             store=PrefixStore("process_group", store),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,21 @@ from src.parallel.forward import Autocast, ModelAndLoss
 from src.parallel.stopping import Stopping
 from src.schema import ResolvedParallel
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class Single:
     """`rank` and `world_size` count processes; `devices` are those this process drives."""
 
-    kind = "single"
+    # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and `part` translate.
+    shards = False
 
-    def __init__(self, config: ResolvedParallel, ranks: Ranks) -> None:
-        self.config = config
+    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
+        """`store`: where the ranks meet; None for one process."""
+        self.config, self.kind = config, config.strategy
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.node = ranks.local_rank, ranks.node
         torch.set_num_threads(config.threads_per_device)
@@ -66,8 +71,22 @@ class Single:
             )
 
     def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
-        """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, on `device`."""
+        """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, on `device`.
+
+        The optimizer is built from `model`'s parameters as this leaves them.
+        """
         return ModelAndLoss(model, criterion, self.device.type, autocast)
+
+    def place(self, module: nn.Module) -> None:
+        """Lay out the parameters of `module`, a copy of the model from before `wrap`, as `wrap` lays out the model's."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model, a gradient or optimizer state as one device would hold it. Collective where sharded."""
+        return tensor
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of a whole `tensor`, laid out as `like`: the inverse of `whole`."""
+        return tensor
 
     def for_evaluation(self, model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
         """What maps images to outputs on `device` in evaluation, without gradients."""
@@ -119,7 +138,9 @@ class Single:
         """(hash of all parameters, whether it is the same on all ranks)."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                self.whole(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         hashes = self.gather(digest.hexdigest()[:16])
         return hashes[0], len(set(hashes)) == 1
 

@@ -79,17 +79,21 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
 def _build_state(
     config: ResolvedConfig, model: torch.nn.Module, strategy: Single, autocast: torch.dtype | None, steps_per_epoch: int
 ) -> TrainState:
-    optimizer = build_optimizer(config.optim, config.learning_rate, model)
-    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
+    """The model wrapped, then what is made of its parameters: a strategy may replace them."""
     criterion = build_criterion(config.train, config.data.augment).to(strategy.device)
+    ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
     compiled: Any = torch.compile(model) if config.model.compile else model
+    wrapped = strategy.wrap(compiled, criterion, autocast)
+    if ema is not None:
+        strategy.place(ema.module)
+    optimizer = build_optimizer(config.optim, config.learning_rate, model)
     return TrainState(
         model=model,
-        wrapped=strategy.wrap(compiled, criterion, autocast),
+        wrapped=wrapped,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=build_schedule(config.optim, config.train, optimizer, steps_per_epoch),
         scaler=torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None,
-        ema=build_ema(model, config.model.ema),
+        ema=ema,
     )
 
 

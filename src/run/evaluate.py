@@ -40,7 +40,7 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
     for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
         if name not in loaders:
             raise ValueError(f"split={name}: this data has no such split; it has {', '.join(loaders)}")
-        checkpoint.load_weights(model, contents, weights)
+        checkpoint.fill(model, contents, weights)
         found = evaluate(
             strategy.for_evaluation(model, AUTOCAST[config.train.precision]),
             loaders[name],

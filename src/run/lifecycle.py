@@ -101,7 +101,7 @@ class Training:
         if not self.strategy.gather(path is not None)[0]:
             return
         contents = self.strategy.share_state(path and checkpoint.load(path, self.strategy.device))
-        checkpoint.restore(self.state, contents)
+        checkpoint.restore(self.state, self.strategy, contents)
         if self.run.mixing is not None:
             self.run.mixing.batch = self.progress.step * self.config.train.accumulate
         log.info("going on from %s, step %d", path or "rank 0's checkpoint", self.progress.step)
@@ -208,18 +208,19 @@ class Training:
         best = self.folder / "checkpoints" / "best.pt"
         if self.strategy.gather(best.exists())[0]:
             contents = checkpoint.load(best, self.strategy.device) if self.strategy.is_first else None
-            checkpoint.restore_weights(self.state, self.strategy.share_state(contents))
+            checkpoint.restore_weights(self.state, self.strategy, self.strategy.share_state(contents))
         self.evaluate("test", self.progress.epoch)
 
     def save(self, is_best: bool) -> None:
         """Rank 0 writes last.pt (and best.pt), of weights that are finite on all ranks."""
         run, config = self.run, self.config
+        made_by = {"strategy": self.strategy.kind, "devices": config.parallel.devices}
         with run.moments.aside(SAVING):
-            modules = [self.state.model, *([] if self.state.ema is None else [self.state.ema.module])]
-            check_finite(modules, self.strategy, self.progress.step)
+            contents = checkpoint.snapshot(
+                self.state, self.strategy, run.images.class_names, run.preprocessing, made_by
+            )
+            check_finite([contents["model"], contents["ema"]], self.strategy, self.progress.step)
             if self.strategy.is_first:
-                made_by = {"strategy": self.strategy.kind, "devices": config.parallel.devices}
-                contents = checkpoint.snapshot(self.state, run.images.class_names, run.preprocessing, made_by)
                 folder, keep = self.folder / "checkpoints", config.checkpoint.keep
                 checkpoint.save(folder, contents, self.progress.step, keep, is_best)
 

@@ -202,10 +202,10 @@ def _open_files(folder: Path) -> int:
 
 
 def _state_bytes(optimizer: Any) -> int:
-    tensors = (
-        value for state in optimizer.state.values() for value in state.values() if hasattr(value, "element_size")
-    )
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """What this rank holds of them, where they are sharded."""
+    tensors = [v for state in optimizer.state.values() for v in state.values() if hasattr(v, "element_size")]
+    own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
 
 def _seconds(first_step_at: float | None) -> dict[str, float | None]:

@@ -45,7 +45,7 @@ def load_trained(folder: Path, wanted: str | None, weights: str | None, device: 
     size = config.data.image_size or preprocessing.input_size[-1]
     fresh = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
     model = build_model(fresh, len(contents["classes"]), preprocessing.input_size[0], size, device)
-    checkpoint.load_weights(model, contents, weights)
+    checkpoint.fill(model, contents, weights)
     return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)
 
 

@@ -80,7 +80,7 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
 def _resolved(wanted: Wanted, ranks: Ranks) -> ResolvedParallel:
     config = Config(parallel=wanted.parallel, data=DataConfig(batch_size=None, batch_size_per_device=wanted.batch_size))
     check_combination(config)
-    if wanted.parallel.strategy == "ddp":
+    if wanted.parallel.has_ranks:
         return resolve(config, ranks.world_size, ranks.local_world_size).parallel
     return resolve(config).parallel
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from src.data.augment import Preprocessing
-from src.engine.machine.files import write_text
-from src.engine.machine.platform import sync
+from src.engine.machine.files import write_text, write_whole
 from src.engine.record.result import read_result
+from src.parallel.single import Single
 from src.training import checkpoint
 from src.training.state import Progress, TrainState
 
@@ -43,11 +43,11 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     newest = folder / f"step_{step}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
+        write_whole(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
         sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}, indent=2) + "\n"
         write_text(_sidecar(newest), sidecar)
         for path in [folder / "last.pt"] + ([folder / "best.pt"] if is_best else []):
-            _replace(path, lambda temporary: _link(newest, temporary))
+            write_whole(path, lambda temporary: _link(newest, temporary))
             write_text(_sidecar(path), sidecar)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         free = shutil.disk_usage(folder).free
@@ -124,17 +124,20 @@ def newest(folder: Path) -> Path | None:
 
 
 def snapshot(
-    state: TrainState, classes: list[str], preprocessing: Preprocessing, made_by: dict[str, Any]
+    state: TrainState, strategy: Single, classes: list[str], preprocessing: Preprocessing, made_by: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything a run needs to go on, and its model to be used: tensors and plain values.
+    """Everything a run needs to go on, and its model to be used: whole tensors and plain values. For all ranks to call.
 
     Schedule and random draws are functions of the step.
     """
-    return {
+    parts = {
         "model": state.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema": None if state.ema is None else state.ema.module.state_dict(),
+    }
+    return {
+        **map_tensors(parts, strategy.whole),
         "progress": dataclasses.asdict(state.progress),
         "classes": list(classes),
         "preprocessing": dataclasses.asdict(preprocessing),
@@ -142,21 +145,30 @@ def snapshot(
     }
 
 
-def restore(state: TrainState, contents: dict[str, Any]) -> None:
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested dicts and lists with every tensor changed."""
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return change(tree) if isinstance(tree, Tensor) else tree
+
+
+def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
     """Put a snapshot back. Errors: ValueError when it is of another model or optimizer."""
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
-    restore_weights(state, contents)
+    restore_weights(state, strategy, contents)
     state.progress = Progress(**contents["progress"])
-    _restore_optimizer(state.optimizer, contents)
+    _restore_optimizer(state.optimizer, strategy, contents)
     if state.schedule is not None:
         state.schedule.step_update(state.progress.step)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any]) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, strategy: Single, contents: dict[str, Any]) -> None:
     """torch takes the state of any optimizer whose parameters are as many, and fails in the first step."""
     try:
         optimizer.load_state_dict(contents["optimizer"])
@@ -166,17 +178,25 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any
     except (ValueError, KeyError) as error:
         kind = type(optimizer).__name__
         raise ValueError(f"resume: the checkpoint is of another optimizer than {kind} ({error})") from None
+    for parameter, own in optimizer.state.items():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:  # a step count is whole on every rank
+                own[name] = strategy.part(value, parameter)
 
 
-def restore_weights(state: TrainState, contents: dict[str, Any]) -> None:
+def restore_weights(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
     """The model's, and the averaged ones where there are. Errors: ValueError when they are of another architecture."""
-    load_weights(state.model, contents, "model")
+    pairs = [(state.model, "model")]
     if state.ema is not None and contents["ema"] is not None:
-        load_weights(state.ema.module, contents, "ema")
+        pairs.append((state.ema.module, "ema"))
+    for module, which in pairs:
+        own, saved = module.state_dict(), contents[which]
+        parts = {name: strategy.part(value, own[name]) if name in own else value for name, value in saved.items()}
+        fill(module, {which: parts}, which)
 
 
-def load_weights(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """`which` is model or ema. Errors: ValueError when they are not there, or of another architecture."""
+def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
+    """Load weights, `model` or `ema`, into a model. Errors: ValueError when they are not there, or of another architecture."""
     if contents.get(which) is None:
         raise ValueError(f"weights={which}: the checkpoint has no averaged weights; the run had no model.ema.decay")
     try:
@@ -207,19 +227,6 @@ def _checksum(path: Path) -> str:
 
 def _sidecar(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Temporary name, fsync of file and folder, rename: a crash at any moment leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -59,12 +59,12 @@ class Buffers:
             buffer.copy_(copy)
 
 
-def check_finite(modules: Iterable[nn.Module], strategy: Single, step: int) -> None:
+def check_finite(states: Iterable[dict[str, Tensor] | None], strategy: Single, step: int) -> None:
     """Refuse weights or buffers that are not finite on any rank, before they are saved. Collective.
 
     Errors: NotFiniteError.
     """
-    tensors = [tensor for module in modules for tensor in module.state_dict().values() if tensor.is_floating_point()]
+    tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
     if strategy.sum(bad.to(torch.int64)).item():
         raise NotFiniteError(f"the weights are not finite after step {step}, though its loss was", step)

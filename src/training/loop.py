@@ -59,7 +59,7 @@ def train_epoch(
         seed_step(config.seed, step, strategy)
         buffers = Buffers(state.model) if config.train.on_nonfinite == "skip" else None
         loss = _forward_backward(state, batches, config.train.accumulate, strategy, moments, mix)
-        grad_norm = _gradient_norm(state, config.optim.clip_grad, wanted=boundary or buffers is not None)
+        grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, wanted=boundary or buffers is not None)
         if buffers is not None and _is_bad(state, grad_norm, loss, strategy):
             _skip(state, buffers, step, config.train.max_skipped)
         else:
@@ -116,15 +116,15 @@ def _backward(state: TrainState, loss: Tensor) -> None:
     (loss if state.scaler is None else state.scaler.scale(loss)).backward()
 
 
-def _gradient_norm(state: TrainState, clip_grad: float | None, wanted: bool) -> Tensor | None:
+def _gradient_norm(state: TrainState, clip_grad: float | None, strategy: Single, wanted: bool) -> Tensor | None:
     """The norm of the whole gradient before clipping, where it is wanted or clipped; clips."""
     if clip_grad is None and not wanted:
         return None
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
     if clip_grad is not None:
-        return nn.utils.clip_grad_norm_(state.model.parameters(), clip_grad)
-    return nn.utils.get_total_norm([p.grad for p in state.model.parameters() if p.grad is not None])
+        return strategy.whole(nn.utils.clip_grad_norm_(state.model.parameters(), clip_grad))
+    return strategy.whole(nn.utils.get_total_norm([p.grad for p in state.model.parameters() if p.grad is not None]))
 
 
 def _is_bad(state: TrainState, grad_norm: Tensor | None, loss: Tensor, strategy: Single) -> bool:

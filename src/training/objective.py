@@ -11,13 +11,24 @@ from src.data.draws import seed_for
 from src.schema import AugmentConfig, TrainConfig
 
 
-def build_criterion(config: TrainConfig, augment: AugmentConfig) -> nn.Module:
-    """Maps outputs [B, classes] and targets ([B], or [B, classes] under mixup) to a mean loss."""
-    if config.loss == "bce":
-        return BinaryCrossEntropy(smoothing=config.smoothing, target_threshold=config.bce_target_thresh)
+def _cross_entropy(config: TrainConfig, augment: AugmentConfig) -> nn.Module:
     if augment.mixup or augment.cutmix:
         return SoftTargetCrossEntropy()  # the mixed targets carry the smoothing
     return LabelSmoothingCrossEntropy(config.smoothing) if config.smoothing else nn.CrossEntropyLoss()
+
+
+def _binary_cross_entropy(config: TrainConfig, augment: AugmentConfig) -> nn.Module:
+    """One sigmoid per class (Wightman, Touvron and Jégou 2021, arXiv:2110.00476, section 3)."""
+    return BinaryCrossEntropy(smoothing=config.smoothing, target_threshold=config.bce_target_thresh)
+
+
+# `train.loss` -> what builds it. A loss is added here, and only here; its name is read without running this file.
+LOSSES = {"ce": _cross_entropy, "bce": _binary_cross_entropy}
+
+
+def build_criterion(config: TrainConfig, augment: AugmentConfig) -> nn.Module:
+    """Maps outputs [B, classes] and targets ([B], or [B, classes] under mixup) to a mean loss."""
+    return LOSSES[config.loss](config, augment)
 
 
 class Mixing:

@@ -75,13 +75,14 @@ def _images(config: Config) -> None:
 
 
 def _weights(config: Config) -> None:
-    model, metric = config.model, config.checkpoint.metric
+    model = config.model
     if model.weights is not None and model.pretrained:
         raise ValueError(f"model.weights={model.weights}: model.pretrained=true loads other ones; set one of them")
     if model.weights is not None and not Path(model.weights).is_file():
         raise ValueError(f"model.weights={model.weights}: no such file")
-    if metric.endswith("_ema") and model.ema.decay is None:
-        raise ValueError(f"checkpoint.metric={metric}: there are no averaged weights; set model.ema.decay, e.g. 0.9998")
+    for key, metric in (("checkpoint.metric", config.checkpoint.metric), ("optimized_metric", config.optimized_metric)):
+        if metric.endswith("_ema") and model.ema.decay is None:
+            raise ValueError(f"{key}={metric}: there are no averaged weights; set model.ema.decay, e.g. 0.9998")
     if config.train.bce_target_thresh is not None and config.train.loss != "bce":
         raise ValueError(
             f"train.bce_target_thresh={config.train.bce_target_thresh}: has an effect with train.loss=bce only"
@@ -103,11 +104,21 @@ def _strategy(config: Config) -> None:
                     f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
                 )
     for key in ("device_ids", "output_device"):
-        if getattr(parallel, key) is not None and strategy not in ("dp", "ddp"):
+        if getattr(parallel, key) is not None and strategy in ("auto", "single"):
             raise ValueError(
                 f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
             )
-    if parallel.max_restarts and strategy != "ddp":
+    if is_own_class(strategy):
+        if parallel.process_per_device is None:
+            raise ValueError(
+                f"parallel.process_per_device: {strategy} needs it; true: a rank per device, false: one process"
+            )
+    elif parallel.process_per_device is not None or parallel.options:
+        key, value = (
+            ("options", parallel.options) if parallel.options else ("process_per_device", parallel.process_per_device)
+        )
+        raise ValueError(f"parallel.{key}={value}: of a strategy of your own, but parallel={strategy}")
+    if parallel.max_restarts and not parallel.has_ranks:
         raise ValueError(f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}")
     if model.compile and strategy == "dp":
         raise ValueError(
@@ -118,7 +129,7 @@ def _strategy(config: Config) -> None:
             f"parallel.bucket_cap_mb={parallel.bucket_cap_mb}: model.compile=true splits the model at buckets of 1 MB or "
             "more; use at least 1, or model.compile=false"
         )
-    if model.sync_bn and strategy != "ddp":
+    if model.sync_bn and not parallel.has_ranks:
         raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
 
 

@@ -31,7 +31,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def own_class_exists(name: str) -> bool:
-    """Whether `src.<module>.<Class>` is a class of that module's file, or of another of src/ that it imports it from.
+    """True if the module defines the class, or re-exports it from another module under src/.
 
     The file is read and not run. Functions and what comes from libraries are not for a config to call.
     """
@@ -47,6 +47,58 @@ def own_class_exists(name: str) -> bool:
                         if (alias.asname or alias.name) == wanted:
                             return own_class_exists(f"{node.module}.{alias.name}")
     return False
+
+
+def own_class_hint(name: str) -> str:
+    """`; did you mean …?`: the same class in a file of the same name elsewhere under src/, where it may have moved to."""
+    *_, module, wanted = name.split(".")
+    files = (path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "src").rglob(f"{module}.py")))
+    found = [place for file in files if own_class_exists(place := ".".join([*file.parts, wanted]))]
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+@cache
+def metrics() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the metrics' names, those of them that are better when lower), as src/training/metrics.py says in its text.
+
+    The keys of the dict that `Evaluation.numbers` returns, and LOWER_IS_BETTER: the file is read and not run.
+    """
+    tree = _parsed("metrics.py")
+    numbers = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "numbers")
+    returned = next(node.value for node in ast.walk(numbers) if isinstance(node, ast.Return))
+    return _keys(returned), tuple(ast.literal_eval(_assigned(tree, "LOWER_IS_BETTER")))
+
+
+@cache
+def losses() -> tuple[str, ...]:
+    """The keys of LOSSES in src/training/objective.py, read and not run."""
+    return _keys(_assigned(_parsed("objective.py"), "LOSSES"))
+
+
+def _parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / "src" / "training" / file).read_text(encoding="utf-8"))
+
+
+def _assigned(tree: ast.Module, name: str) -> ast.expr:
+    """What a module assigns to `name`."""
+    found = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
+    return next(found).value
+
+
+def _keys(node: ast.expr | None) -> tuple[str, ...]:
+    assert isinstance(node, ast.Dict), "a dict that is written out, so that its keys can be read without running it"
+    return tuple(str(ast.literal_eval(key)) for key in node.keys if key is not None)
+
+
+def objectives() -> list[str]:
+    """What `optimized_metric` can name."""
+    numbers = [f"{split}/{name}{of}" for split in ("val", "test") for of in ("", "_ema") for name in metrics()[0]]
+    return [*numbers, "val/acc_best", "train/loss", "images_per_sec"]
+
+
+def is_lower_better(objective: str) -> bool:
+    """`objective` as `objectives` has them."""
+    return objective.rpartition("/")[2].removesuffix("_ema") in metrics()[1]
 
 
 @cache

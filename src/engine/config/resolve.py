@@ -88,7 +88,7 @@ def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None
             on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
             several = asked > 1 if on_cuda or parallel.devices != "auto" else False
             parallel.strategy = "ddp" if several else "single"
-    if world_size is not None and world_size > 1 and parallel.strategy != "ddp":
+    if world_size is not None and world_size > 1 and not parallel.has_ranks:
         raise ValueError(
             f"parallel={parallel.strategy}: torchrun started {world_size} ranks, but {parallel.strategy} is one process; "
             "use parallel=ddp, or start it with python"
@@ -100,7 +100,7 @@ def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None
 
 def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
     parallel = config.parallel
-    if world_size is not None and parallel.strategy == "ddp":
+    if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
             raise ValueError(
                 f"parallel.devices={parallel.devices}: torchrun started {world_size} ranks; leave it at auto"
@@ -123,8 +123,10 @@ def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
         ids = parallel.device_ids
         if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
             raise ValueError(f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}")
-        if local > cuda and parallel.strategy == "dp":
-            raise ValueError(f"parallel.devices={local}: {cuda} CUDA device(s) here, and dp takes one for each replica")
+        if local > cuda and not parallel.has_ranks:
+            raise ValueError(
+                f"parallel.devices={local}: {cuda} CUDA device(s) here, and {parallel.strategy} takes one for each replica"
+            )
         if local > cuda and parallel.backend != "gloo":
             raise ValueError(
                 f"parallel.devices={local}: {cuda} CUDA device(s) here; two NCCL ranks cannot share one "
@@ -152,15 +154,13 @@ def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
 
 
 def _check_batch(config: ResolvedConfig) -> None:
-    strategy, devices, batch = config.parallel.strategy, config.parallel.devices, config.global_batch
+    has_ranks, devices, batch = config.parallel.has_ranks, config.parallel.devices, config.global_batch
     if batch < devices:
         raise ValueError(f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}")
-    if batch % devices and strategy == "ddp":  # dp may have unequal chunks; their sizes are recorded
+    if batch % devices and has_ranks:  # dp may have unequal chunks; their sizes are recorded
         below, above = batch // devices * devices, (batch // devices + 1) * devices
         raise ValueError(f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}")
-    if (config.data.augment.mixup or config.data.augment.cutmix) and (
-        batch // devices if strategy == "ddp" else batch
-    ) % 2:
+    if (config.data.augment.mixup or config.data.augment.cutmix) and (batch // devices if has_ranks else batch) % 2:
         raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")
 
 

@@ -9,7 +9,16 @@ import math
 import re
 from typing import Any
 
-from src.engine.config.names import hint, own_class_exists, timm_models, timm_optimizers, timm_tags
+from src.engine.config.names import (
+    hint,
+    losses,
+    metrics,
+    objectives,
+    own_class_exists,
+    timm_models,
+    timm_optimizers,
+    timm_tags,
+)
 from src.schema import Config, is_own_class, is_timms, leaves
 
 DATASETS = ("digits", "folder", "synthetic")
@@ -32,18 +41,7 @@ AUTO_AUGMENT = (  # the strings that timm.data.auto_augment reads
 # Keyword arguments with which timm would fetch or load weights from wherever they say.
 FETCHING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"  # a driver is a module
-OBJECTIVES = (
-    "val/acc",
-    "val/acc_best",
-    "val/acc5",
-    "val/loss",
-    "val/acc_ema",
-    "val/loss_ema",
-    "train/loss",
-    "test/acc",
-    "test/loss",
-    "images_per_sec",
-)
+STRATEGIES = ("auto", "single", "dp", "ddp")
 
 
 def check_values(config: Config) -> None:
@@ -104,6 +102,12 @@ def _known_names(config: Config) -> None:
     for key, name in (("model.name", model), ("data.name", data)):
         if is_own_class(name) and not own_class_exists(name):
             raise ValueError(f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/")
+    strategy = config.parallel.strategy
+    if strategy not in STRATEGIES and not (strategy.startswith("src.parallel.") and own_class_exists(strategy)):
+        raise ValueError(
+            f"parallel.strategy={strategy}: no such strategy{hint(strategy, STRATEGIES)}; give {', '.join(STRATEGIES)}, "
+            "or src.parallel.<module>.<Class> of your own"
+        )
     if not is_own_class(model):
         _check_timm_model(model)
         for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
@@ -116,9 +120,17 @@ def _known_names(config: Config) -> None:
         raise ValueError(
             "optim.opt=adahessian: needs second derivatives of the loss, which training here does not take"
         )
+    if config.train.loss not in losses():
+        raise ValueError(f"train.loss={config.train.loss}: no such loss{hint(config.train.loss, losses())}")
     _check_dataset(data)
-    if config.optimized_metric not in OBJECTIVES:
-        raise ValueError(f"optimized_metric={config.optimized_metric}: allowed: {', '.join(OBJECTIVES)}")
+    for key, metric in (("optimized_metric", config.optimized_metric), ("checkpoint.metric", config.checkpoint.metric)):
+        known = (
+            objectives()
+            if key == "optimized_metric"
+            else [f"val/{name}{of}" for of in ("", "_ema") for name in metrics()[0]]
+        )
+        if metric not in known:
+            raise ValueError(f"{key}={metric}: no such metric{hint(metric, known)}; allowed: {', '.join(known)}")
 
 
 def _check_timm_model(name: str) -> None:

@@ -38,7 +38,7 @@ def main(folder: Path, run: RankMain) -> int:
 
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = read_frozen(folder)
-    if config.parallel.strategy != "ddp":
+    if not config.parallel.has_ranks:
         return run_rank(run, config, folder, ranks, None)
     return run_rank(run, config, folder, ranks, open_store(ranks))
 

@@ -49,7 +49,7 @@ def run_ranks(config: ResolvedConfig, folder: Path, meeting: Meeting | None = No
     environment = _environment(config)
     before = hardware.oom_kills()
     with no_survivors():
-        if config.parallel.strategy == "ddp":
+        if config.parallel.has_ranks:
             ended = _run_agent(config, folder, environment, meeting)
         else:
             ended = _run_child(folder, environment)

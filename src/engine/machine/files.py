@@ -6,9 +6,11 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from src.engine.machine.platform import sync
 from src.engine.machine.secrets import hide, hide_in
 
 
@@ -33,34 +35,45 @@ def claim_folder(wanted: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write `path` whole or not at all, and without secrets."""
-    _write_whole(path, hide(text))
+    _write_characters(path, hide(text))
 
 
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON: a number that is not finite becomes null, because `NaN` is not JSON."""
-    _write_whole(path, json.dumps(hide_in(_finite(value)), indent=2, allow_nan=False) + "\n")
+    _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Temporary name beside it, fsync, rename."""
+def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
+    """Let `write` fill a file beside `path`, then put it in its place: a crash at any moment leaves the old or the new one.
+
+    `writer` keeps apart those who may write `path` at the same time; what one of that name left unfinished is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "x", encoding="utf-8") as file:  # x: a link that somebody has put there is not followed
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write(temporary)
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)  # without it the new name may be lost with the power
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _finite(value: Any) -> Any:
+def _write_characters(path: Path, text: str) -> None:
+    def write(temporary: Path) -> None:
+        with open(temporary, "x", encoding="utf-8") as file:  # x: a link that somebody has put there is not followed
+            file.write(text)
+
+    write_whole(path, write, f".{os.getpid()}")
+
+
+def finite(value: Any) -> Any:
+    """A tree of plain values, with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

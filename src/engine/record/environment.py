@@ -44,7 +44,7 @@ def describe(config: Config) -> dict[str, Any]:
         "driver": nvidia.driver_version(),
         "cuda": hardware.torch_build("cuda"),
         "nccl": _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
-        "backend": config.parallel.backend if config.parallel.strategy == "ddp" else None,
+        "backend": config.parallel.backend if config.parallel.has_ranks else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
         "topology": topology() if devices else None,
     }

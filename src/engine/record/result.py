@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.engine.machine.files import _finite, write_json, write_text
+from src.engine.machine.files import finite, write_json, write_text
 
 FORMAT = 1
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
@@ -100,7 +100,7 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # one write per line, so a crash loses none
 
     def write(self, step: int, **values: Any) -> None:
-        self._file.write(json.dumps(_finite({"step": step, **values}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite({"step": step, **values}), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -30,7 +30,7 @@ def need_of(config: Config) -> Need:
 
 def least_bytes(config: Config) -> int:
     """Memory of the host that a job surely needs: what torch takes, in each of its processes."""
-    return LEAST_BYTES * (int(config.parallel.devices) if config.parallel.strategy == "ddp" else 1)
+    return LEAST_BYTES * (int(config.parallel.devices) if config.parallel.has_ranks else 1)
 
 
 def share_of(need: Need, names: Sequence[str]) -> tuple[dict[str, str], Callable[[], None]]:

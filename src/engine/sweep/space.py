@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from src.engine.config.compose import Command, to_config
 from src.engine.config.keys import is_known, key_hint
+from src.engine.config.names import is_lower_better
 from src.engine.machine.files import write_text
 from src.engine.sweep.points import Point, given, make_point, settle
 from src.schema import Config
@@ -178,7 +179,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> Non
 
 
 def natural_direction(metric: str) -> str:
-    return "minimize" if metric.endswith("loss") else "maximize"
+    return "minimize" if is_lower_better(metric) else "maximize"
 
 
 def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
