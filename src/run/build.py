@@ -17,6 +17,7 @@ from src.models.build import build_ema, build_model, check_image_size, preproces
 from src.parallel.forward import AUTOCAST
 from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timms
+from src.training.metrics import check_metric
 from src.training.moments import Moments
 from src.training.objective import Mixing, build_criterion, build_mixing
 from src.training.optim import build_optimizer, build_schedule
@@ -57,6 +58,7 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         raise ValueError(
             f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches"
         )
+    check_metric(config.checkpoint.metric, len(images.class_names))
     total_steps = config.train.epochs * steps_per_epoch
     num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
     meter = Meter(config.global_batch * config.train.accumulate, strategy.device.type == "cpu")

@@ -65,6 +65,14 @@ def is_lower_better(name: str) -> bool:
     return name.removesuffix("_ema") in LOWER_IS_BETTER
 
 
+def check_metric(metric: str, num_classes: int) -> None:
+    """Errors: ValueError where `checkpoint.metric` has no value in data of so many classes, as acc5 of five."""
+    correct5 = num_classes if num_classes > 5 else None
+    one_each = Evaluation(num_classes, num_classes, correct5, 0.0, torch.eye(num_classes, dtype=torch.int64))
+    if one_each.numbers()[metric.removeprefix("val/").removesuffix("_ema")] is None:
+        raise ValueError(f"checkpoint.metric={metric}: has no value for {num_classes} classes; use val/acc or val/loss")
+
+
 def with_averaged(raw: Evaluation, averaged: Evaluation | None) -> dict[str, float | None]:
     """The numbers of an evaluation, and of one of the averaged weights under the same names with `_ema`."""
     return raw.numbers() | {f"{name}_ema": value for name, value in (averaged.numbers() if averaged else {}).items()}

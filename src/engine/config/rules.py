@@ -15,6 +15,7 @@ from src.engine.config.names import (
     metrics,
     objectives,
     own_class_exists,
+    own_class_hint,
     timm_models,
     timm_optimizers,
     timm_tags,
@@ -101,7 +102,9 @@ def _known_names(config: Config) -> None:
     model, opt, data = config.model.name, config.optim.opt, config.data.name
     for key, name in (("model.name", model), ("data.name", data)):
         if is_own_class(name) and not own_class_exists(name):
-            raise ValueError(f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/")
+            raise ValueError(
+                f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/{own_class_hint(name)}"
+            )
     strategy = config.parallel.strategy
     if strategy not in STRATEGIES and not (strategy.startswith("src.parallel.") and own_class_exists(strategy)):
         raise ValueError(
