@@ -189,9 +189,10 @@ def test_fsdp2_computes_what_ddp_computes(scratch: Path, sharded: Path) -> None:
         (("parallel=ddp", "+parallel.options.a=1"), "of a strategy of your own"),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_wrong_name_of_an_addition_is_refused_early(scratch: Path, words: tuple[str, ...], said: str) -> None:
-    done = train(scratch, *words, timeout=30)
+    done = train(scratch, *words, timeout=90)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
