@@ -134,6 +134,8 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
     [
         {"throughput": None, "memory": None, "communication": None, "seconds": None, "cpu": None, "val": None},
         {"throughput": {"images_per_sec": "fast"}, "memory": [{"device": 0}], "proof": None, "data_wait": None},
+        {"throughput": [], "step": "x", "ranks": [1, {"rank": 0}, {"data_ms": "a"}], "flags": "busy", "hosts": "a"},
+        {"throughput": None, "step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
     ],
 )
 def test_fields_of_other_types_are_not_numbers(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -128,6 +128,17 @@ def test_a_run_with_neighbours_is_shown_and_never_compared(tmp_path: Path) -> No
     assert "2 other jobs ran beside it" in html
 
 
+def test_a_lead_without_a_single_to_compare_with_says_what_would_tell(tmp_path: Path) -> None:
+    for name, changes in (("none", None), ("beside others", {"neighbours": 1})):
+        sweep = Sweep(tmp_path / name)
+        sweep.repeat("ddp", 2, [1900, 1910, 1890])
+        if changes:
+            sweep.repeat("single", 1, [1000, 1010, 990], **changes)
+        lead = read(sweep.write())[2]["lead"]
+        assert lead["sentence"].startswith("ddp on 2 devices has the highest estimate")
+        assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
+
+
 def test_a_slow_rank_is_named_with_its_host(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     ranks = [{"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0} for r in range(4)]

@@ -50,12 +50,6 @@ def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead
 
 def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
     assert point.speed is not None
-    if group.single is None:
-        rate = with_range(point.speed)
-        return None, (
-            f"{spoken(point)} has the highest estimate of {_count(group)}, {rate} images/s; how many times as fast as "
-            "one device that is, a run of parallel=single parallel.devices=1 would tell."
-        )
     if point is group.single:
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
         next_one = max(against, key=lambda c: c.ratio or 0, default=None)
@@ -64,14 +58,14 @@ def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
         other = next(p for p in group.points if p.label == next_one.a)
         return next_one, f"Stay with {spoken(point)}: {spoken(other)} trains {times(next_one)} as fast."
     contrast = group.over_single(point)
-    assert contrast is not None
+    if contrast is None or contrast.ratio is None:
+        count, rate = sum(p.speed is not None for p in group.points), with_range(point.speed)
+        return None, (
+            f"{spoken(point)} has the highest estimate of {count} point{'s' * (count != 1)}, {rate} images/s; how many "
+            "times as fast as one device that is, a run of parallel=single parallel.devices=1 beside it would tell."
+        )
     sentence = f"{spoken(point)} trains {times(contrast)} as fast as single."
     return contrast, sentence if contrast.verdict == HOLDS else f"{sentence} That it is faster is {doubt(contrast)}."
-
-
-def _count(group: Group) -> str:
-    number = sum(point.speed is not None for point in group.points)
-    return f"{number} point{'s' * (number != 1)}"
 
 
 def spoken(point: Point) -> str:
