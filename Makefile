@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := -n logical --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare test test-fast test-all bench gpu-check check lint format lock clean
+.PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,9 +32,12 @@ test-all: $(VENV)/development ## all tests that can run here, the slow ones too
 bench: $(VENV)/runtime ## this project against a loop written by hand, on this machine (ARGS="--rounds 5")
 	$(BIN)/python scripts/maintain/bench.py $(ARGS)
 
-gpu-check: $(VENV)/development ## the tests and the speed that need a CUDA device; skipped with a word elsewhere
-	$(PYTEST) -m gpu -rs $(ARGS)
-	$(BIN)/python scripts/maintain/bench.py --gpu --rounds 2
+gpu-wheels: $(VENV)/development ## into .gpu-wheels/: what a machine with a GPU, torch and no package index may lack
+	$(BIN)/python scripts/maintain/gpu_wheels.py
+
+gpu-check: ## what only a CUDA device can show, in under 9 minutes (BIN=/usr/bin: whose python has torch)
+	PYTHONPATH=$(CURDIR)/.gpu-wheels:$(PYTHONPATH) $(firstword $(wildcard $(BIN)/python $(BIN)/python3) $(PYTHON)) \
+		scripts/maintain/gpu_check.py
 
 lint: $(VENV)/development ## ruff and mypy
 	$(BIN)/ruff check .

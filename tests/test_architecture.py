@@ -68,7 +68,7 @@ FENCES = {
         "src/training/",
         *BY_HAND,
         "scripts/maintain/bench_data.py",
-        "scripts/maintain/bench_measures.py",
+        "scripts/maintain/gpu_check.py",
     ),
 }
 ONLY_TYPES = {

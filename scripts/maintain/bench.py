@@ -2,7 +2,6 @@
 
     python scripts/maintain/bench.py              # everything: make bench
     python scripts/maintain/bench.py --only tiny  # measure what has this in its name, without the table
-    python scripts/maintain/bench.py --gpu        # on a CUDA device: make gpu-check
 
 The table is printed, and written with every figure to outputs/bench/<time>/bench.json. A target that is missed, but lies
 within the middle half of the rounds, is reported as such: the machine cannot tell. Peers are measured where they are installed
@@ -27,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: P
 
 from scripts.maintain.bench_measures import (
     FROM_FILES,
-    GPU_TRAININGS,
     PEERS,
     SELDOM,
     Figures,
@@ -35,8 +33,6 @@ from scripts.maintain.bench_measures import (
     Round,
     call,
     derive,
-    derive_on_gpu,
-    gpu_measures,
     measures,
     parts,
 )
@@ -119,30 +115,16 @@ def rows(measured: Collection[str]) -> list[Row]:
     ]
 
 
-def gpu_rows() -> list[Row]:
-    found = []
-    for name in GPU_TRAININGS:
-        sides = (name, f"{name} by hand")
-        found.append(Row(f"{name}: images/s over the hand-written loop's", "images_per_sec", *sides, 0.99))
-        found.append(Row(f"{name}: peak memory of the device", "peak_mib", *sides, 1.02, True))
-        found.append(Row(f"{name}: model-FLOPs utilisation", "mfu", name, None, None))
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="measure what has this in its name, without the table")
-    parser.add_argument("--gpu", action="store_true", help="the rows for a CUDA device")
     given = parser.parse_args()
-    if given.gpu and not hardware.visible_cuda_devices():
-        print("skipped: no CUDA device is visible here")
-        return 0
     with tempfile.TemporaryDirectory(prefix="bench_") as images:
         call([sys.executable, "scripts/maintain/bench_data.py", "make", images])
-        everything = gpu_measures() if given.gpu else measures(Path(images))
+        everything = measures(Path(images))
         wanted = {name: measure for name, measure in everything.items() if given.only in name}
-        in_parts = {} if given.gpu else parts(Path(images), given.rounds)
+        in_parts = parts(Path(images), given.rounds)
         measured = {name: part() for name, part in in_parts.items() if given.only in name}
         done = [measure_all(wanted, measured, number, given.rounds) for number in range(given.rounds)]
     if given.only:
@@ -151,10 +133,10 @@ def main() -> int:
             print(name, {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]})
         return 0
     for one in done:
-        (derive_on_gpu if given.gpu else derive)(one)
+        derive(one)
     table = [
         (row, [row.value(one) for one in done if {row.ours, row.other or row.ours} <= one.keys()])
-        for row in (gpu_rows() if given.gpu else rows(wanted))
+        for row in rows(wanted)
     ]
     return show(table, done)
 

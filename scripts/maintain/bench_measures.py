@@ -15,22 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.engine.machine import hardware
 from src.engine.record.result import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("lightning", "accelerate")
 FROM_FILES = "JPEG training"
 SELDOM = (FROM_FILES, "default AdamW")  # in every third round: with more, the whole would take longer than ten minutes
-ON_GPU = ("parallel.accelerator=cuda", "model.compile=true", "model.channels_last=true", "train.precision=bf16")
-BY_HAND_ON_GPU = ("--accelerator", "cuda", "--compile", "--channels-last", "--precision", "bf16")
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}  # dense, by NVIDIA's sheets
+ON_GPU = ("parallel.accelerator=cuda", "model.channels_last=true", "train.precision=bf16")
+BY_HAND_ON_GPU = ("--accelerator", "cuda", "--channels-last", "--precision", "bf16")
 Figures = dict[str, float]
 Round = dict[str, Figures]  # what was measured -> its figures
 Measure = Callable[[], Figures]
@@ -47,18 +39,19 @@ class Training:
     log_every: int
     batch_size: int = 32
     image_size: int = 32
-    on_gpu: bool = False  # bf16, channels_last, compiled
+    on_gpu: bool = False  # bf16, channels_last
+    compile: bool = False
     folder: Path | None = None  # of JPEG files, instead of random images
     loaders: int = 2  # processes that decode it, over all ranks
 
-    def ours(self, world: int) -> Figures:
+    def ours(self, world: int, strategy: str | None = None) -> Figures:
         """With everything on: TensorBoard, metrics, meters, progress bar, checkpoints, proof."""
         words = [
             *("model=resnet18", f"model.name={self.model}", *self._data(world)),
             *(f"+model.kwargs.{key}={value}" for key, value in self.kwargs.items()),
             *(f"data.image_size={self.image_size}", f"data.batch_size={self.batch_size}"),
-            *(f"parallel={'ddp' if world > 1 else 'single'}", f"parallel.devices={world}"),
-            *("parallel.threads_per_device=1", "optim.warmup_epochs=0"),
+            *(f"parallel={strategy or ('ddp' if world > 1 else 'single')}", f"parallel.devices={world}"),
+            *("parallel.threads_per_device=1", "optim.warmup_epochs=0", f"model.compile={str(self.compile).lower()}"),
             *(ON_GPU if self.on_gpu else ["parallel.accelerator=cpu"]),
             *("train.epochs=1", f"train.log_every={self.log_every}", "train.evaluate_every=0"),
         ]
@@ -86,6 +79,7 @@ class Training:
             *("--steps", str(self.steps), "--warm-up", str(self.log_every), "--log-every", str(self.log_every)),
             *("--batch-size", str(self.batch_size), "--samples", str(self.steps * self.batch_size)),
             *("--image-size", str(self.image_size), *(BY_HAND_ON_GPU if self.on_gpu else [])),
+            *(["--compile"] if self.compile else []),
         ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
         script = ["scripts/maintain/bench_peers.py", peer] if peer else ["scripts/maintain/bench_loop.py"]
@@ -102,11 +96,6 @@ TRAININGS = {
     "small ViT": Training(
         "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 24, 6
     ),
-}
-
-GPU_TRAININGS = {
-    "resnet50": Training("resnet50", {}, 60, 20, batch_size=256, image_size=224, on_gpu=True),
-    "ViT-B/16": Training("vit_base_patch16_224", {}, 60, 20, batch_size=128, image_size=224, on_gpu=True),
 }
 
 
@@ -180,26 +169,3 @@ def derive(done: Round) -> None:
         done[f"JPEG core x{workers}"] = {"images_per_sec": workers * done["JPEG core"]["images_per_sec"]}
     done["evaluation"]["ratio"] = done["evaluation"]["by_hand_s"] / done["evaluation"]["ours_s"]
     done["checkpoint"]["share"] = done["checkpoint"]["save_s"] / (500 * done["checkpoint"]["step_s"])
-
-
-def gpu_measures() -> dict[str, Measure]:
-    found: dict[str, Measure] = {}
-    for name, training in GPU_TRAININGS.items():
-        found[name] = partial(training.ours, 1)
-        found[f"{name} by hand"] = partial(training.by_hand, 1)
-    return found
-
-
-def derive_on_gpu(done: Round) -> None:
-    """Model-FLOPs utilisation: three times the forward pass's operations, over the device's peak in bf16."""
-    import timm
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    device = hardware.visible_cuda_devices()[0].name
-    peak = next((peak for name, peak in PEAK_BF16.items() if name in device), float("nan"))
-    for name, training in GPU_TRAININGS.items():
-        with FlopCounterMode(display=False) as counter, torch.device("meta"):
-            model = timm.create_model(training.model, num_classes=10)
-            model(torch.empty(1, 3, training.image_size, training.image_size))
-        done[name]["mfu"] = 3 * counter.get_total_flops() * done[name]["images_per_sec"] / peak

@@ -21,7 +21,7 @@ def accident() -> None:
     if kind == "no_memory":
         import torch
 
-        torch.empty(2**50)
+        torch.empty(2**50, device="cuda" if torch.cuda.is_initialized() else "cpu")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "segv":

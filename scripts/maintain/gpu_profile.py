@@ -1,0 +1,78 @@
+"""What a device does between the steps of this project's own loop: JSON, milliseconds a step.
+
+python scripts/maintain/gpu_profile.py --accelerator cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from scripts.maintain.bench_parts import prepare
+from src.training.loop import train_epoch
+
+WARM_UP, STEPS = 5, 20
+
+
+def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
+    """(time in any interval, time between the first and the last in none, the longest such gap)."""
+    busy = idle = longest = 0.0
+    end: float | None = None
+    for start, stop in sorted(intervals):
+        gap = 0.0 if end is None else max(0.0, start - end)
+        idle, longest = idle + gap, max(longest, gap)
+        busy += stop - (start if end is None else max(start, min(end, stop)))
+        end = stop if end is None else max(end, stop)
+    return busy, idle, longest
+
+
+def measure(accelerator: str, *words: str) -> dict[str, float]:
+    """On a CPU the same code goes through, with operators in the place of kernels."""
+    steps = WARM_UP + STEPS
+    batch = 64 if accelerator == "cuda" else 8
+    _, _, run = prepare(
+        f"parallel.accelerator={accelerator}", f"data.batch_size={batch}", f"data.kwargs.num_samples={batch * steps}",
+        "train.epochs=1", f"train.log_every={WARM_UP}", *words,
+    )  # fmt: skip
+    cuda = accelerator == "cuda"
+    reports = train_epoch(
+        run.state, run.train.epoch(0), run.config, run.strategy, run.moments, run.steps_per_epoch, run.mixing
+    )
+    next(reports)
+    began = time.perf_counter()
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    ) as profile:
+        for _ in reports:
+            pass
+    seconds = time.perf_counter() - began
+    events = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
+    kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]
+    busy, idle, longest = busy_and_idle((e.time_range.start, e.time_range.end) for e in kernels)
+    copies, _, _ = busy_and_idle((e.time_range.start, e.time_range.end) for e in events if e.name.startswith("Mem"))
+    return {
+        "step": 1e3 * seconds / STEPS,
+        "kernels": busy / 1e3 / STEPS,
+        "no kernel runs": idle / 1e3 / STEPS,
+        "longest gap": longest / 1e3,
+        "copies": copies / 1e3 / STEPS,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cuda")
+    given = parser.parse_args()
+    on_device = ("model.name=resnet50", "data.image_size=224", "train.precision=bf16", "model.channels_last=true")
+    on_cpu = ("model=tiny", "train.precision=bf16")
+    print(json.dumps(measure(given.accelerator, *(on_device if given.accelerator == "cuda" else on_cpu))))

@@ -1,0 +1,61 @@
+"""Packs what a machine with a GPU and torch may lack, to be carried there with the checkout: no package index is asked.
+
+    python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/, which git ignores
+
+Copied from this environment, at its versions: the packages below with all that they require, but for what an interpreter
+with torch has itself. scripts/maintain/gpu_check.py uses them where Hydra is missing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / ".gpu-wheels"
+WANTED = (
+    *("hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "tensorboard", "rich", "psutil"),
+    *("nvidia-ml-py", "filelock", "Jinja2", "pytest", "pytest-timeout"),
+)
+THERE = ("torch", "torchvision", "numpy", "pillow", "scipy", "pandas", "matplotlib", "scikit-learn", "setuptools")
+NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")  # large, and a run does without
+LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|webfiles\.zip$|^\.\./")
+
+
+def closure(wanted: Iterable[str]) -> list[str]:
+    """The names of these packages and of what they require, as far as it is installed here."""
+    found: dict[str, None] = {}
+    pending = list(wanted)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop(0)).lower()
+        if name in found or name in (*THERE, *NEVER_IMPORTED) or name.startswith(("nvidia-c", "cuda", "triton")):
+            continue
+        try:
+            requires = metadata.distribution(name).requires or []
+        except metadata.PackageNotFoundError:
+            continue
+        found[name] = None
+        pending += [re.split(r"[\s;<>=!~\[(]", entry)[0] for entry in requires if "extra ==" not in entry]
+    return list(found)
+
+
+def pack(folder: Path = FOLDER) -> tuple[list[str], int]:
+    """Fill `folder` anew: (names of the packages, bytes)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    names, size = closure(WANTED), 0
+    for name in names:
+        for file in metadata.distribution(name).files or []:
+            source = Path(str(file.locate()))
+            if not LEFT_OUT.search(str(file)) and source.is_file():
+                target = folder / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+                size += target.stat().st_size
+    return names, size
+
+
+if __name__ == "__main__":
+    packed, total = pack()
+    print(f"{FOLDER}: {total / 2**20:.0f} MiB of {', '.join(packed)}")
