@@ -75,26 +75,30 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     from src.engine.config.resolve import remarks, resolve
     from src.engine.launch.job import run_job
     from src.engine.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
+    from src.engine.launch.slurm import check_scheduler, submit
     from src.engine.launch.torchrun import agree, lead, remembered_folder
     from src.engine.machine.files import claim_folder
     from src.engine.machine.lock import own
 
     command = compose_command(with_saved_overrides(arguments))
-    check_data(command.config.data)
+    if command.config.cluster.scheduler == "local":  # elsewhere, the job looks for itself
+        check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
     for line in remarks(command.config, config, ranks.world_size if ranks else None):
         print(line, flush=True)
     if ranks is not None:
         agree(config, command.config.parallel, ranks)
+    check_scheduler(config.cluster)
     folder = remembered_folder(ranks, config) or folder_to_resume(config)
     goes_on = folder is not None
     folder = folder or claim_folder(command.run_dir)
     with own(folder):
         if goes_on:
             check_resumable(config, folder)
-        if ranks is None:
-            return run_in_hydra(command, folder, lambda: run_job(config, folder))
-        return run_in_hydra(command, folder, lambda: lead(run, config, folder, ranks))
+        if ranks is not None:
+            return run_in_hydra(command, folder, lambda: lead(run, config, folder, ranks))
+        code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+    return code or submit(config, folder)
 
 
 def _sweep(arguments: Any, ranks: Ranks | None) -> int:

@@ -113,6 +113,7 @@ class ParallelConfig:
     find_unused_parameters: bool | None = None
     gradient_as_bucket_view: bool | None = None
     static_graph: bool | None = None
+    comm_hook: str | None = choice(None, "bf16", "fp16")  # gradients travel in 16 bits
     dist_bn: str | None = choice(None, "broadcast", "reduce")  # BatchNorm statistics that are evaluated; None: rank 0's
 
     @property
@@ -165,6 +166,7 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = number(None, least=1)  # None: at the end of every epoch
+    every_minutes: float | None = number(None, above=0)  # by rank 0's clock, at the next logged step
     keep: int = number(1, least=1)  # step_N.pt files kept beside last.pt and best.pt
     metric: str = "val/acc"  # what best.pt is best by: val/<a number of src/training/metrics.py>, or with _ema
 

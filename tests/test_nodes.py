@@ -148,3 +148,43 @@ def _share(ranks: Ranks, store: Store) -> bool:
 @pytest.mark.timeout(60)
 def test_rank_0_s_state_reaches_the_other_ranks() -> None:
     assert in_ranks(_share, 2) == [True, True]
+
+
+def _train(ranks: Ranks, store: Store, folder: str, words: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+    from pathlib import Path
+
+    from src.engine.record.result import read_result
+    from src.run.lifecycle import Training
+
+    config = resolved("parallel=ddp", "parallel.devices=2", "train.evaluate_every=0", "data.limit_train=64", *words)
+    run = Training(config, Path(folder), ranks, store)
+    if ranks.rank == 1:
+        run.saved_at -= 1e6  # its clock says that it is high time; rank 0's decides
+    saved: list[int] = []
+    ordinary = run.save
+
+    def save(is_best: bool) -> None:
+        saved.append(run.progress.step)
+        ordinary(is_best)
+
+    run.save = save  # type: ignore[method-assign]
+    run.train()
+    result = read_result(Path(folder))
+    return {**result.communication, "parameters": result.parameters}, saved
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("hook", "bytes_per_value"), [("null", 4), ("bf16", 2), ("fp16", 2)])
+def test_a_hook_sends_half_the_bytes_and_says_so(tmp_path: Any, hook: str, bytes_per_value: int) -> None:
+    found, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
+    assert found[0]["bytes_per_step"] == bytes_per_value * found[0]["parameters"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("minutes", "steps"), [("1000", [4]), ("1e-9", [1, 2, 3, 4])])
+def test_rank_0_s_clock_decides_when_minutes_are_over(tmp_path: Any, minutes: str, steps: list[int]) -> None:
+    words = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")
+    (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), words)
+    assert first == second == steps

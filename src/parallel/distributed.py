@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from src.engine.machine.ranks import Ranks
+from src.parallel.compressed import Sent, compress
 from src.parallel.forward import ModelAndLoss
 from src.parallel.packing import as_bytes, pack, unpack
 from src.parallel.single import Criterion, Single
@@ -48,6 +49,7 @@ class Distributed(Single):
             ),  # after the watchdog, which names the rank
             device_id=self.device if config.backend == "nccl" else None,
         )
+        self._sent: Sent | None = None
         own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
         self.stopping = Stopping(ranks.rank, ranks.world_size, own)
 
@@ -71,6 +73,9 @@ class Distributed(Single):
         if self.device.type == "cuda":
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
         wrapped = NamingParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
+        if self.config.comm_hook is not None:
+            self._sent = Sent(self.config.comm_hook)
+            wrapped.register_comm_hook(self._sent, compress)
         wrapped._set_ddp_runtime_logging_sample_rate(10)  # type: ignore[operator]  # steps; feeds `communication`
         return wrapped
 
@@ -147,6 +152,8 @@ class Distributed(Single):
         """Gradient bytes, which are all-reduced once per step; times as torch's reducer samples them (milliseconds, mean)."""
         assert isinstance(wrapped, DistributedDataParallel)
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        if self._sent is not None:
+            size = self._sent.bytes_per_step
         stats = wrapped._get_ddp_logging_data()  # type: ignore[operator]
         total, hidden = stats.get("avg_backward_comm_time"), stats.get("avg_backward_compute_comm_overlap_time")
         if not total:

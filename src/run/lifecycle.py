@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -61,6 +62,7 @@ class Training:
         self.strategy = build_strategy(config.parallel, ranks, store)
         self.run = build(config, self.strategy, ranks.local_world_size)
         self.state = self.run.state
+        self.saved_at = time.monotonic()
 
     @property
     def progress(self) -> Progress:
@@ -127,7 +129,8 @@ class Training:
         ):
             self.strategy.sample_utilisation()
             self.recorder.step(report.step, report.epoch, self.step_numbers(report))
-            if every is not None and report.step % every == 0 and progress.step_in_epoch < run.steps_per_epoch:
+            due = (every is not None and report.step % every == 0) or self.minutes_are_over()
+            if due and progress.step_in_epoch < run.steps_per_epoch:
                 self.save(is_best=False)
         run.moments.epoch_ends()
         if self.strategy.stopping.is_due(progress.step) and progress.step_in_epoch < run.steps_per_epoch:
@@ -144,6 +147,13 @@ class Training:
             "train/images_per_sec_per_device": speed / self.config.parallel.devices if speed else None,
             "train/data_wait": meter.data_wait(),
         }
+
+    def minutes_are_over(self) -> bool:
+        """Whether checkpoint.every_minutes have passed since the last save, by rank 0's clock; its word holds for all."""
+        minutes = self.config.checkpoint.every_minutes
+        if minutes is None:
+            return False
+        return bool(self.strategy.gather(time.monotonic() - self.saved_at > 60 * minutes)[0])
 
     def end_epoch(self) -> None:
         """Close the books of an epoch: mean loss, evaluation, memory, checkpoint."""
@@ -215,6 +225,7 @@ class Training:
         """Rank 0 writes last.pt (and best.pt), of weights that are finite on all ranks."""
         run, config = self.run, self.config
         made_by = {"strategy": self.strategy.kind, "devices": config.parallel.devices}
+        self.saved_at = time.monotonic()
         with run.moments.aside(SAVING):
             contents = checkpoint.snapshot(
                 self.state, self.strategy, run.images.class_names, run.preprocessing, made_by

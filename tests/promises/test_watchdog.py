@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import in_ranks
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from src.engine.launch import watchdog
 from src.engine.launch.failure import failure_files, first_failure, write_failure
-from src.engine.launch.signs import NODE_SILENT, Sign, Signs, publish_failure
+from src.engine.launch.signs import NODE_SILENT, START_SILENT, Sign, Signs, publish_failure
 from src.engine.launch.supervisor import Ended
 from src.engine.launch.watchdog import judge
-from src.engine.machine.pulse import BACKWARD, FORWARD
+from src.engine.machine.pulse import BACKWARD, FORWARD, pulse
 from src.engine.machine.ranks import Ranks, machine_id
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def test_among_ranks_that_answer_the_one_furthest_behind_has_failed(places: list
     assert ("the others waited for it" in reason) == (len(places) > 1 and places.count(min(places)) == 1)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(
     st.lists(st.tuples(PLACES, st.booleans()), min_size=2, max_size=8).filter(
         lambda ranks: {True, False} == {r[1] for r in ranks}
@@ -140,6 +141,7 @@ def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
 ) -> None:
     clock = [0.0]
     first, second = two_nodes(tmp_path, clock, monkeypatch)
+    monkeypatch.setattr(pulse, "step", 7)
     for clock[0] in range(1, 30):
         speak(first), speak(second)
         assert first.silent_node() is None and second.silent_node() is None
@@ -148,7 +150,17 @@ def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
         clock[0] += 1
         speak(first)
     assert (lost.rank, lost.node) == (1, 1)
-    assert NODE_SILENT < clock[0] - silent_since < 12
+    assert NODE_SILENT < clock[0] - silent_since < 10
+
+
+def test_a_node_that_has_not_begun_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Importing libraries from a slow disk keeps every thread of a rank waiting."""
+    clock = [0.0]
+    first, _ = two_nodes(tmp_path, clock, monkeypatch)
+    speak(first)
+    for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
+        speak(first)
+        assert (first.silent_node() is not None) == lost
 
 
 def test_a_node_whose_store_does_not_answer_blames_node_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from src.engine.config.cluster import check_cluster
 from src.schema import Config, is_own_class
 
 DP_ONLY = ("dim", "loss_in_replica")
@@ -13,6 +14,7 @@ DDP_ONLY = (
     "find_unused_parameters",
     "gradient_as_bucket_view",
     "static_graph",
+    "comm_hook",
     "dist_bn",
 )
 SCHEDULE_KEYS = (  # arguments of timm's create_scheduler_v2 that have keys of their own here, or follow from others
@@ -41,7 +43,7 @@ SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read
 
 def check_combination(config: Config) -> None:
     """Errors: ValueError, one line with key, value and remedy."""
-    for rule in (_batch, _images, _weights, _strategy, _time, _schedule):
+    for rule in (check_cluster, _batch, _images, _weights, _strategy, _time, _schedule):
         rule(config)
 
 
@@ -78,7 +80,8 @@ def _weights(config: Config) -> None:
     model = config.model
     if model.weights is not None and model.pretrained:
         raise ValueError(f"model.weights={model.weights}: model.pretrained=true loads other ones; set one of them")
-    if model.weights is not None and not Path(model.weights).is_file():
+    here = config.cluster.scheduler == "local"  # on a cluster, the job looks
+    if model.weights is not None and here and not Path(model.weights).is_file():
         raise ValueError(f"model.weights={model.weights}: no such file")
     for key, metric in (("checkpoint.metric", config.checkpoint.metric), ("optimized_metric", config.optimized_metric)):
         if metric.endswith("_ema") and model.ema.decay is None:

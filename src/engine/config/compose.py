@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from src.engine.config.cluster import check_code
 from src.engine.config.combinations import check_combination
 from src.engine.config.confidential import check_literals, check_words
 from src.engine.config.fences import check_hydra_block, check_search_path
@@ -71,6 +72,7 @@ def compose_command(arguments: Any) -> Command:
             ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
+        check_code(config, arguments.overrides, CONF / "local" / "default.yaml")
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
@@ -166,7 +168,7 @@ def freeze(config: Config, folder: Path) -> None:
         ]
     }
     tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
-    tree.cluster.setup, tree.cluster.extra = None, []
+    tree.cluster.setup, tree.cluster.extra = None, []  # code: config/cluster.py
     plain = hide_in(OmegaConf.to_container(tree))  # secrets are references again, which the ranks resolve
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
 

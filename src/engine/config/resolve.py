@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 
+from src.engine.config.cluster import fill_in
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS, backend_for
 from src.schema import Config, ResolvedConfig, as_resolved
@@ -22,6 +23,10 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     config = copy.deepcopy(config)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
         config.data.batch_size = DEFAULT_BATCH_SIZE
+    _check_who_starts(config, world_size)
+    elsewhere = config.cluster.scheduler != "local"
+    if elsewhere:
+        fill_in(config)
     cuda = len(hardware.visible_cuda_devices())
     _resolve_strategy(config, cuda, world_size)
     _resolve_devices(config, cuda, world_size)
@@ -29,19 +34,23 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     local = local_world_size or int(parallel.devices)
     if world_size is not None and cuda == 1:  # srun may show each task a device of its own; launch/nodes.py counts them
         local = 1
-    _check_devices_exist(config, cuda, local)
+    if not elsewhere:
+        _check_devices_exist(config, cuda, local)
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
         parallel.backend = backend_for(parallel.accelerator)
     resolved = as_resolved(config)
     _check_batch(resolved)
-    _check_compiler(resolved)
+    if not elsewhere:
+        _check_compiler(resolved)
     return resolved
 
 
 def remarks(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
     """What `auto` has decided for `asked` and its user may not expect, a line each."""
+    if resolved.cluster.scheduler != "local":
+        return []  # this machine has decided nothing
     parallel, cuda, said = resolved.parallel, len(hardware.visible_cuda_devices()), []
     of_all = asked.parallel.devices == "auto" and asked.parallel.device_ids is None and world_size is None
     could = asked.parallel.strategy != "single" and parallel.accelerator == "cuda"
@@ -76,6 +85,19 @@ def _auto_devices(config: Config, cuda: int) -> int:
     on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
     pairs = bool(augment.mixup or augment.cutmix) and parallel.strategy != "dp"
     return count_that_divides(cuda if on_cuda else min(2, hardware.cores()), config.data.batch_size, pairs)
+
+
+def _check_who_starts(config: Config, world_size: int | None) -> None:
+    cluster = config.cluster
+    if world_size is not None and cluster.scheduler != "local":
+        raise ValueError(
+            f"cluster={cluster.scheduler}: its job starts the ranks itself; run this with python, without torchrun or srun"
+        )
+    if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes}: cluster=local starts this machine's ranks alone; use cluster=slurm or "
+            f"cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on each node"
+        )
 
 
 def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None:

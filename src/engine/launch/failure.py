@@ -54,7 +54,11 @@ def describe(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) 
 
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
-    write_json(folder / "logs" / f"failure_rank_{record['rank']}.json", record)
+    write_json(failure_file(folder, record["rank"]), record)
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"failure_rank_{rank}.json"
 
 
 def failure_files(folder: Path) -> list[Path]:
@@ -81,16 +85,24 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
         if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
             continue
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
-        status = "failed"
-        if code == -KILL and ended.oom_kills:
-            status, how = (
-                "out_of_memory",
-                "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers",
-            )
-        log = folder / "logs" / f"rank_{rank}.log"
-        return {"rank": rank, "status": status, "reason": f"rank {rank} {how}", "log": str(log)}
+        return wordless(folder, rank, code, ended.oom_kills)
     return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
+
+
+def wordless(folder: Path, rank: int, code: int, oom_kills: int = 0) -> dict[str, Any]:
+    """The failure of a rank that has left no record: what its exit code tells."""
+    status, how = (
+        "failed",
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}",
+    )
+    if code == -KILL and oom_kills:
+        status = "out_of_memory"
+        how = "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
+    return {"rank": rank, "status": status, "reason": f"rank {rank} {how}", "log": str(log_file(folder, rank))}
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"rank_{rank}.log"
 
 
 def failure_text(failure: dict[str, Any]) -> str:

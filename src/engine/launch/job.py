@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from src.engine.config.compose import freeze, read_frozen
 from src.engine.launch.failure import failure_text, first_failure
+from src.engine.launch.kubernetes import write_manifest
+from src.engine.launch.slurm import write_script
 from src.engine.launch.supervisor import SAFE_PATH, Ended, run_ranks
 from src.engine.machine.lock import own
 from src.engine.record.environment import write_environment
@@ -22,10 +24,19 @@ def job_command(folder: Path) -> list[str]:
 
 
 def run_job(config: ResolvedConfig, folder: Path) -> int:
-    """Run a resolved config in processes of its own; `folder` holds everything it leaves. Returns the exit code."""
+    """Run a resolved config in processes of its own, or write what a scheduler needs to; `folder` holds everything
+    it leaves. Returns the exit code."""
+    if config.cluster.scheduler != "local":
+        return hand_over(config, folder)
     prepare(config, folder)
     ended = run_ranks(config, folder)
     return conclude(config, folder, ended)
+
+
+def hand_over(config: ResolvedConfig, folder: Path) -> int:
+    """The frozen folder, and the file of the job that runs it. Returns the exit code."""
+    freeze(config, folder)
+    return (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
@@ -44,12 +55,12 @@ def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO
         return 0
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
-        _record(config, folder, "interrupted", f"stopped by {name}")
+        record_end(config, folder, "interrupted", f"stopped by {name}")
         saved = any((folder / "checkpoints").glob("*.pt"))
         print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
-    _record(config, folder, failure.get("status", "failed"), failure["reason"], failure)
+    record_end(config, folder, failure.get("status", "failed"), failure["reason"], failure)
     print(failure_text(failure), file=console, flush=True)
     return int(failure.get("exit_code", 1))
 
@@ -61,7 +72,7 @@ def _own_result(folder: Path) -> Result | None:
         return None
 
 
-def _record(
+def record_end(
     config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
 ) -> None:
     parallel = config.parallel

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from src.engine.machine import hardware
-from src.engine.machine.ranks import Ranks, host_name
+from src.engine.machine.ranks import host_name
 from src.schema import Config, ParallelConfig
 
 if TYPE_CHECKING:
@@ -27,14 +27,16 @@ class Facts:
     devices: list[str]
 
 
-def own_facts(ranks: Ranks) -> Facts:
+def own_facts(node: int, ranks_of_node: int = 0) -> Facts:
+    """`ranks_of_node`: 0 where the config will tell."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(hardware.cores()))
     devices = [device.uuid for device in hardware.visible_cuda_devices()]
-    return Facts(ranks.node, host_name(), ranks.local_world_size, cores, devices)
+    return Facts(node, host_name(), ranks_of_node, cores, devices)
 
 
-def tell_facts(store: Store, ranks: Ranks) -> None:
-    store.set(f"facts/{ranks.rank}", json.dumps(asdict(own_facts(ranks))))
+def tell_facts(store: Store, index: int, facts: Facts) -> None:
+    """`index` counts the processes that tell: ranks started from outside, or nodes."""
+    store.set(f"facts/{index}", json.dumps(asdict(facts)))
 
 
 def all_facts(store: Store, count: int) -> list[Facts]:
@@ -47,26 +49,35 @@ def fit_to_nodes(config: Config, asked: ParallelConfig, facts: list[Facts]) -> N
 
     `config` is resolved, by what node 0 has. Errors: ValueError naming the host that cannot do it.
     """
-    parallel = config.parallel
-    nodes = [[fact for fact in facts if fact.node == node] for node in sorted({fact.node for fact in facts})]
+    parallel, nodes = config.parallel, _by_node(facts)
     config.cluster.nodes = len(nodes)
     for node in nodes:
-        have, need = len(_union(fact.devices for fact in node)), node[0].ranks
-        if parallel.accelerator == "cuda" and have < need and parallel.backend != "gloo":
-            raise ValueError(
-                f"parallel.devices={parallel.devices}: {need} ranks on {node[0].host}, which has {have} CUDA device(s) "
-                "for them; two NCCL ranks cannot share one"
-            )
-        if parallel.accelerator == "cuda" and have == 0:
-            raise ValueError(f"parallel.accelerator=cuda: no CUDA device is visible on {node[0].host}")
-        if parallel.accelerator == "cpu" and have and asked.accelerator == "auto":
+        if parallel.accelerator == "cpu" and asked.accelerator == "auto" and any(fact.devices for fact in node):
             raise ValueError(
                 f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} has none; set cpu or cuda"
             )
+    check_nodes(config, facts)
     if asked.threads_per_device == "auto":
         parallel.threads_per_device = max(
             1, min(len(_union(fact.cores for fact in node)) // node[0].ranks for node in nodes)
         )
+
+
+def check_nodes(config: Config, facts: list[Facts]) -> None:
+    """Errors: ValueError naming the first host that has not the devices its ranks need."""
+    parallel = config.parallel
+    for node in _by_node(facts) if parallel.accelerator == "cuda" else []:
+        have, need = len(_union(fact.devices for fact in node)), node[0].ranks
+        need = need or int(parallel.devices) // config.cluster.nodes
+        if have < (1 if parallel.backend == "gloo" else need):
+            raise ValueError(
+                f"parallel.devices={parallel.devices}: {need} ranks on {node[0].host}, which has {have} CUDA device(s) "
+                "for them; two NCCL ranks cannot share one"
+            )
+
+
+def _by_node(facts: list[Facts]) -> list[list[Facts]]:
+    return [[fact for fact in facts if fact.node == node] for node in sorted({fact.node for fact in facts})]
 
 
 def _union(lists: Iterable[list[int]] | Iterable[list[str]]) -> set[int | str]:

@@ -11,8 +11,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from src.engine.config.cluster import CODE
 from src.engine.config.combinations import DDP_ONLY, DP_ONLY
-from src.engine.config.compose import CODE_KEYS, CONF, read_frozen
+from src.engine.config.compose import CONF, read_frozen
+from src.engine.launch.slurm import queued_job
 from src.engine.machine.lock import is_owned
 from src.engine.machine.secrets import hide, mask
 from src.engine.record.result import read_result
@@ -54,7 +56,7 @@ def with_saved_overrides(arguments: Any) -> Any:
 def _still_meant(saved: list[str], given: list[str]) -> list[str]:
     """The saved words without those that another strategy, given now, has no place for; nobody asks for them any more."""
     now = [word.partition("=")[2] for word in given if word.partition("=")[0] in ("parallel", "parallel.strategy")]
-    foreign = {"resume", *CODE_KEYS}
+    foreign = {"resume", *(f"cluster.{key}" for key in CODE)}  # code is taken from this command alone
     if now and now[-1] != "auto":
         options = {"dp": DP_ONLY, "ddp": (*DDP_ONLY, "max_restarts")}
         foreign |= {f"parallel.{key}" for owner, keys in options.items() if owner != now[-1] for key in keys}
@@ -73,7 +75,7 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
     runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
     for folder in (path.parent.parent for path in runs):
         try:
-            if _is_done(folder) or is_owned(folder):
+            if _is_done(folder) or is_owned(folder) or queued_job(folder):
                 continue
             other = _first_difference(config, folder)
             if other is None:
@@ -92,6 +94,10 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
     """
     if not any((folder / "checkpoints").glob("*.pt")):
         raise ValueError(f"resume={folder}: it has no checkpoint to go on from; start anew without resume")
+    if (job := queued_job(folder)) is not None:
+        raise ValueError(
+            f"resume={folder}: it belongs to job {job}, which is in the queue; wait for it, or scancel {job}"
+        )
     changed = _differences(config, folder)
     if changed and config.resume_strict:
         raise ValueError(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.engine.launch.failure import failure_files, write_failure
+from src.engine.launch.failure import failure_file, failure_files, log_file, write_failure
 from src.engine.machine.pulse import PHASES, pulse
 from src.engine.machine.ranks import Ranks, host_name, machine_id
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 TICK = 1.0  # seconds between two looks
-NODE_SILENT = 9.0  # seconds without a word from a node: it is dead, stopped, or cut off
+NODE_SILENT = 7.0  # seconds without a word from a node: it is dead, stopped, or cut off
+START_SILENT = 60.0  # the same before its first step: importing torch from a slow disk keeps all threads waiting
 CAUSE = 5.0  # seconds for the word of why another rank has left
-TOLD = 3.0  # seconds for the store to take a word
+TOLD = 2.0  # seconds for the store to take a word
 
 
 @dataclass
@@ -96,7 +97,8 @@ class Signs:
             return self._nodes.get(0, Sign(0, node=0))
         if now - self.answered_at > NODE_SILENT / 3:  # the store is late itself: no proof against others
             return None
-        silent = [node for node, moved in self._moved_at.items() if now - moved > NODE_SILENT]
+        limits = {node: NODE_SILENT if sign.step else START_SILENT for node, sign in self._nodes.items()}
+        silent = [node for node, moved in self._moved_at.items() if now - moved > limits[node]]
         return self._nodes[silent[0]] if silent else None
 
     def wait_for_cause(self) -> None:
@@ -168,7 +170,7 @@ def lost_record(sign: Sign, ranks: Ranks, reason: str, folder: Path) -> dict[str
         "reason": reason,
         "exception": "NodeLost",
         "traceback": None,
-        "log": str(folder / "logs" / f"rank_{sign.rank}.log"),
+        "log": str(log_file(folder, sign.rank)),
         "is_echo": False,
         "exit_code": 1,
     }
@@ -190,7 +192,7 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
 def fetch_failures(store: Store, folder: Path, ranks: Ranks) -> None:
     """Write down what ranks of other nodes have told: their own files may be out of reach."""
     for rank in range(ranks.world_size):
-        if store.check([f"failure/{rank}"]) and not (folder / "logs" / f"failure_rank_{rank}.json").exists():
+        if store.check([f"failure/{rank}"]) and not failure_file(folder, rank).exists():
             write_failure(folder, json.loads(store.get(f"failure/{rank}")))
 
 

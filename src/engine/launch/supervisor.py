@@ -35,7 +35,7 @@ class Ended:
 
     signal: int | None = None  # the signal that stopped this process while it waited
     exit_codes: dict[int, int] = field(default_factory=dict)
-    world_size: int = 0  # ranks that were started and have all ended
+    world_size: int = 0  # ranks that were started and have all ended; 0 where others ran elsewhere
     oom_kills: int = (
         0  # processes that the kernel killed meanwhile for want of memory, here or elsewhere on the machine
     )
@@ -121,7 +121,7 @@ def _run_agent(config: ResolvedConfig, folder: Path, environment: dict[str, str]
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
-    ended = Ended(world_size=launch.nproc_per_node * place.nodes)
+    ended = Ended(world_size=launch.nproc_per_node if place.nodes == 1 else 0)
     command = worker_command(folder)
     with (
         _signal_handlers(None),

@@ -17,7 +17,7 @@ import psutil
 
 from src.engine.config.compose import read_frozen
 from src.engine.launch.meeting import listen_towards, open_store
-from src.engine.launch.nodes import all_facts, fit_to_nodes, tell_facts
+from src.engine.launch.nodes import all_facts, fit_to_nodes, own_facts, tell_facts
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Ranks, host_name, machine_id
@@ -36,7 +36,7 @@ def agree(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
     _refuse_elastic_nodes()
     _advise_on_signals()
     store = open_store(ranks)
-    tell_facts(store, ranks)
+    tell_facts(store, ranks.rank, own_facts(ranks.node, ranks.local_world_size))
     fit_to_nodes(config, asked, all_facts(store, ranks.world_size))
 
 
@@ -96,7 +96,7 @@ def refuse_followers(reason: str, ranks: Ranks) -> None:
 def follow(run: RankMain, ranks: Ranks) -> int:
     """A rank other than 0: wait for rank 0's config and run. Returns the exit code."""
     store = open_store(ranks)
-    tell_facts(store, ranks)
+    tell_facts(store, ranks.rank, own_facts(ranks.node, ranks.local_world_size))
     message = json.loads(store.get(KEY))
     if "refused" in message:
         store.set(f"{KEY}/told/{ranks.rank}", "")

@@ -146,7 +146,8 @@ class Watchdog:
         record = {**lost_record(failed, self.ranks, reason, self.folder), "exception": exception}
         if failed.rank == self.ranks.rank:
             record["traceback"] = _main_stack()
-        if self.store is not None and self.ranks.nodes > 1:
+        reachable = failed.node != 0 or self.ranks.node == 0  # node 0 has the store
+        if self.store is not None and self.ranks.nodes > 1 and reachable:
             publish_failure(self.store, record)
         write_failure(self.folder, record)
 

@@ -1,0 +1,138 @@
+"""Keys of `cluster`: what goes together, and what `auto` means on nodes that this machine has never seen. No torch here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from src.schema import ClusterConfig, Config
+
+OF = {  # keys that only one scheduler reads
+    "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds", "setup", "extra"),
+    "kubernetes": ("image", "namespace", "claim"),
+}
+CODE = ("setup", "extra")  # run by a shell
+TIME = r"(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+"
+DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"  # what Kubernetes allows as a name
+
+
+def check_cluster(config: Config) -> None:
+    """Errors: ValueError, one line with key, value and remedy."""
+    cluster, parallel = config.cluster, config.parallel
+    if cluster.nodes > 1 and parallel.strategy in ("single", "dp"):
+        raise ValueError(
+            f"parallel={parallel.strategy}: one process, which cannot span the nodes of cluster.nodes={cluster.nodes}; "
+            "use parallel=ddp"
+        )
+    if cluster.scheduler == "local":
+        return
+    plain = ClusterConfig()
+    for owner, keys in OF.items():
+        for key in keys:
+            if owner != cluster.scheduler and getattr(cluster, key) != getattr(plain, key):
+                raise ValueError(
+                    f"cluster.{key}={getattr(cluster, key)}: an option of {owner}, but cluster={cluster.scheduler}"
+                )
+    _check_texts(cluster)
+    _check_sizes(config)
+    if parallel.max_restarts:
+        raise ValueError(
+            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} starts a failed run again; leave it at 0"
+        )
+    if cluster.scheduler == "kubernetes":
+        for key in ("image", "claim"):
+            if getattr(cluster, key) is None:
+                raise ValueError(f"cluster.{key}: must be given with cluster=kubernetes")
+
+
+def _check_texts(cluster: ClusterConfig) -> None:
+    for key in ("memory", "time", "partition", "account", "gres", "image", "namespace", "claim"):
+        value = getattr(cluster, key)
+        if value is not None and (not value or not value.isprintable()):
+            raise ValueError(f"cluster.{key}={value!r}: must be one line of text")
+    if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
+        raise ValueError(f"cluster.time={cluster.time}: give hh:mm:ss or d-hh:mm:ss, in a file within quotes")
+    if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
+        raise ValueError(f"cluster.memory={cluster.memory}: give a number and K, M, G or T, e.g. 64G")
+    for key in ("namespace", "claim"):
+        value = getattr(cluster, key)
+        if value is not None and not re.fullmatch(DNS_NAME, value):
+            raise ValueError(f"cluster.{key}={value}: Kubernetes has names of lower-case letters, digits and dashes")
+    for line in cluster.extra:
+        if not line.startswith("#SBATCH ") or not line.isprintable():
+            raise ValueError(
+                f"cluster.extra={line!r}: give lines that begin with #SBATCH; commands belong in cluster.setup"
+            )
+    if cluster.gpus and gpus_of_gres(cluster):
+        raise ValueError(
+            f"cluster.gres={cluster.gres}: asks for GPUs as cluster.gpus={cluster.gpus} does; set one of them"
+        )
+
+
+def _check_sizes(config: Config) -> None:
+    cluster, parallel = config.cluster, config.parallel
+    gpus = cluster.gpus or gpus_of_gres(cluster)
+    if parallel.accelerator in ("cuda", "mps") and not gpus:
+        raise ValueError(
+            f"parallel.accelerator={parallel.accelerator}: the nodes have no GPU; set cluster.gpus (per node)"
+        )
+    if parallel.devices == "auto":
+        return
+    devices = int(parallel.devices)
+    if devices % cluster.nodes:
+        raise ValueError(
+            f"parallel.devices={devices}: counts the devices of all nodes, and does not divide by cluster.nodes={cluster.nodes}"
+        )
+    if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
+        raise ValueError(
+            f"parallel.devices={devices}: cluster.nodes={cluster.nodes} with {gpus} GPU(s) each have {cluster.nodes * gpus}; "
+            "leave it at auto"
+        )
+    threads = parallel.threads_per_device
+    if threads != "auto" and cluster.cpus is not None and int(threads) * devices // cluster.nodes > cluster.cpus:
+        raise ValueError(
+            f"parallel.threads_per_device={threads}: {devices // cluster.nodes} device(s) per node need more than "
+            f"cluster.cpus={cluster.cpus}"
+        )
+
+
+def gpus_of_gres(cluster: ClusterConfig) -> int:
+    """`gpu:a100:4,tmp:1` -> 4."""
+    pattern = r"gpu(?::(?!\d+$)[^:]+)?(?::(\d+))?"
+    counts = [re.fullmatch(pattern, part) for part in (cluster.gres or "").split(",")]
+    return sum(int(match.group(1) or 1) for match in counts if match)
+
+
+def fill_in(config: Config) -> None:
+    """What `auto` stands for in a job: its own nodes, never the machine that submits it."""
+    cluster, parallel = config.cluster, config.parallel
+    gpus = cluster.gpus or gpus_of_gres(cluster)
+    if parallel.accelerator == "auto":
+        parallel.accelerator = "cuda" if gpus else "cpu"
+    per_node = gpus if parallel.accelerator == "cuda" else 1
+    if parallel.strategy == "auto":
+        asked = cluster.nodes * per_node if parallel.devices == "auto" else int(parallel.devices)
+        parallel.strategy = "ddp" if asked > 1 or cluster.nodes > 1 else "single"
+    if parallel.devices == "auto":
+        parallel.devices = 1 if parallel.strategy == "single" else cluster.nodes * per_node
+    if parallel.threads_per_device == "auto":
+        parallel.threads_per_device = max(1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices))
+
+
+def check_code(config: Config, overrides: list[str], local: Path) -> None:
+    """`cluster.setup` and `cluster.extra` from the words of this command or from `local` (conf/local/default.yaml) alone.
+
+    Errors: ValueError, where they come from another file: a shell runs them.
+    """
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    here: Any = OmegaConf.load(local) if local.is_file() else OmegaConf.create()
+    for key in CODE:
+        value, own = getattr(config.cluster, key), OmegaConf.select(here, f"cluster.{key}")
+        if value and f"cluster.{key}" not in given and value != (list(own) if isinstance(value, list) and own else own):
+            raise ValueError(
+                f"cluster.{key}: runs in a shell, so it is taken from the command line and conf/local/default.yaml alone; "
+                "give it there"
+            )

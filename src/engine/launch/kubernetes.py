@@ -1,0 +1,143 @@
+"""Kubernetes: the manifest of a job on a frozen config, and where its pods meet. Nothing is applied from here.
+
+An Indexed Job gives each pod its node rank (the completion index) and, with a headless Service of the same name, a host
+name that the others find. A run that has lost a pod ends; the Job starts all of its pods again, and it goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from src.engine.launch.meeting import Place
+from src.engine.machine.files import write_text
+from src.schema import Config
+
+MANIFEST = "job.yaml"
+PORT = 29500
+OUTPUTS, CONFIG = "/mnt/outputs", "/mnt/config"  # where the claim and the frozen config are mounted
+GRACE = 120  # seconds from TERM to KILL: longer than a save
+RETRIES = 20  # failed pods before the Job gives up; a drained node does not count
+USER = 1000
+
+
+def write_manifest(config: Config, folder: Path) -> int:
+    """Write `job.yaml` beside config.yaml and say how to apply it. Returns the exit code."""
+    import yaml
+
+    documents = manifest(config, folder, (folder / "config.yaml").read_text(encoding="utf-8"))
+    body = "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
+    name = documents[-1]["metadata"]["name"]
+    path = shlex.quote(str(folder / MANIFEST))
+    write_text(folder / MANIFEST, f"# kubectl apply -f {path}\n{body}")
+    print(f"Apply with:  kubectl apply -f {path}")
+    print(f"Its log:     kubectl logs --follow job/{name}" + _in_namespace(config))
+    return 0
+
+
+def manifest(config: Config, folder: Path, frozen: str) -> list[dict[str, Any]]:
+    """ConfigMap, Service and Job, in the order in which they are needed; `frozen` is the text of config.yaml."""
+    cluster, name = config.cluster, _name(config, folder)
+    about: dict[str, Any] = {"name": name, "labels": {"app": name}}
+    if cluster.namespace is not None:
+        about["namespace"] = cluster.namespace
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
+    job: dict[str, Any] = {
+        "completions": cluster.nodes,
+        "parallelism": cluster.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": RETRIES,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},  # refused: no use to repeat it
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {"metadata": {"labels": {"app": name}}, "spec": _pod(config, name)},
+    }
+    if cluster.time is not None:
+        job["activeDeadlineSeconds"] = _seconds(cluster.time)
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"config.yaml": frozen}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": job},
+    ]
+
+
+def _pod(config: Config, name: str) -> dict[str, Any]:
+    cluster = config.cluster
+    sizes = {"nvidia.com/gpu": cluster.gpus, "cpu": cluster.cpus, "memory": _bytes(cluster.memory)}
+    limits = {key: str(value) for key, value in sizes.items() if value}
+    environment = {"CLUSTER_NODES": str(cluster.nodes), "CLUSTER_ADDRESS": f"{name}-0.{name}", "HOME": "/tmp"}
+    container = {
+        "name": "node",
+        "image": cluster.image,
+        "command": ["python", "-m", "src.engine.launch.node", f"{OUTPUTS}/{name}", CONFIG],  # in the image's folder
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        "ports": [{"containerPort": PORT}],
+        "resources": {"limits": limits, "requests": limits},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "outputs", "mountPath": OUTPUTS},
+            {"name": "config", "mountPath": CONFIG, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},  # loader workers hand over images through it; 64 MiB by default
+        ],
+    }
+    return {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
+        "containers": [container],
+        "volumes": [
+            {"name": "outputs", "persistentVolumeClaim": {"claimName": cluster.claim}},
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def place_of_pod(environment: Mapping[str, str]) -> Place:
+    """The node that this pod is. Errors: ValueError for an environment that no manifest of ours has set."""
+    missing = [name for name in ("JOB_COMPLETION_INDEX", "CLUSTER_NODES", "CLUSTER_ADDRESS") if name not in environment]
+    if missing:
+        raise ValueError(f"{missing[0]}: not set; start this in a pod of {MANIFEST}")
+    node, nodes = int(environment["JOB_COMPLETION_INDEX"]), int(environment["CLUSTER_NODES"])
+    if nodes == 1:
+        return Place()
+    if node > 0:
+        return Place(node, nodes, environment["CLUSTER_ADDRESS"], PORT)
+    return Place(
+        node, nodes, socket.gethostbyname(socket.gethostname()), PORT
+    )  # its own entry in /etc/hosts: the pod's
+
+
+def _name(config: Config, folder: Path) -> str:
+    """A DNS label of the task and the run folder, so that two runs of a task differ."""
+    words = f"{config.task_name}-{folder.parent.name}-{folder.name}".lower()
+    label = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    return re.sub(r"^(?=\d)", "run-", label[-45:].strip("-"))
+
+
+def _bytes(memory: str | None) -> str | None:
+    """Slurm's `64G` in Kubernetes' words: a plain number is MiB there."""
+    return None if memory is None else f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"
+
+
+def _seconds(time: str) -> int:
+    """Slurm's `d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        parts = (parts + [0, 0])[:3]
+    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+
+
+def _in_namespace(config: Config) -> str:
+    return "" if config.cluster.namespace is None else f" --namespace {config.cluster.namespace}"

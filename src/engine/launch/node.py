@@ -1,0 +1,192 @@
+"""One node of a job on several: `python -m src.engine.launch.node <run folder>`, which the job's file starts on each.
+
+Node 0 has the records: it holds the folder, hands the config to the others through the store, and writes how it ended.
+The others need no shared disk; their logs stay in a folder of the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.engine.config.compose import read_frozen
+from src.engine.launch.failure import failure_file, failure_files, first_failure, wordless
+from src.engine.launch.job import conclude, prepare, record_end
+from src.engine.launch.kubernetes import place_of_pod
+from src.engine.launch.meeting import Meeting, Place
+from src.engine.launch.nodes import all_facts, check_nodes, own_facts, tell_facts
+from src.engine.launch.signs import fetch_failures, publish_failure
+from src.engine.launch.slurm import NODE_LOST, place_of_step
+from src.engine.launch.supervisor import Ended, run_ranks
+from src.engine.launch.torchrun import keep_config, where_logs_are
+from src.engine.machine.lock import own
+from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.process import imports_without_collector
+from src.engine.machine.ranks import Ranks, host_name
+from src.schema import ParallelConfig, ResolvedConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+CONFIG = "config"  # its key in the store; empty: node 0 has refused it
+WORDS = 6.0  # seconds for the other nodes to say how they have ended
+
+
+def main(folder: Path, origin: Path) -> int:
+    """Run this node's ranks of the config in `origin`. Returns the exit code: as train.py's, or NODE_LOST."""
+    try:
+        place = find_place()
+        if place.node > 0:
+            return follow(folder, place)
+        if not (origin / "config.yaml").exists():
+            raise ValueError(
+                f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is this folder on its disks?"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        with own(folder):
+            return lead(read_frozen(origin), folder, place)
+    except (ValueError, OSError) as error:
+        print(f"node: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def find_place() -> Place:
+    """This node among those of the job, by what the scheduler put into the environment. Errors: ValueError."""
+    if "JOB_COMPLETION_INDEX" in os.environ:
+        return place_of_pod(os.environ)
+    if "SLURM_STEP_NODELIST" not in os.environ:
+        raise ValueError(
+            "SLURM_STEP_NODELIST: not set; this command is for the file of a job, under srun or Kubernetes"
+        )
+    count = int(os.environ["SLURM_STEP_NUM_NODES"])
+    return place_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else Place()
+
+
+def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
+    """Node 0: wait for the others, give them the config, run, and record how it ended."""
+    before = _checkpoints(folder)
+    prepare(config, folder)
+    meeting = None
+    if place.nodes > 1:
+        try:
+            meeting = _meet(place, config.parallel.start_timeout)
+            check_nodes(config, all_facts(meeting.store, place.nodes))
+        except ValueError as error:
+            record_end(config, folder, "failed", str(error))
+            if meeting is not None:
+                _refuse_others(meeting.store, place.nodes)
+            raise
+        meeting.store.set(CONFIG, (folder / "config.yaml").read_text(encoding="utf-8"))
+    ended = run_ranks(config, folder, meeting)
+    _note_stop(ended)
+    if meeting is not None and ended.exit_codes and ended.signal is None:
+        _hear_others(_of_ranks(meeting.store), folder, _first_rank(config, place))
+    code = conclude(config, folder, ended)
+    lost = code == 1 and first_failure(folder, ended).get("exception") == "NodeLost"
+    return NODE_LOST if lost and _checkpoints(folder) != before else code
+
+
+def follow(folder: Path, place: Place) -> int:
+    """Another node: run what node 0 says, and tell it of ranks that could not speak for themselves."""
+    seconds = ParallelConfig().start_timeout
+    meeting = _meet(place, seconds)
+    meeting.store.wait([CONFIG], timedelta(seconds=seconds))
+    text = meeting.store.get(CONFIG).decode()
+    if not text:
+        meeting.store.set(f"left/{place.node}", "")
+        return 2  # node 0 has said why
+    keep_config(folder, text)
+    config = read_frozen(folder)
+    ranks = _first_rank(config, place)
+    for rank in range(
+        ranks.rank, ranks.rank + ranks.local_world_size
+    ):  # of an earlier attempt, on this node's own disk
+        failure_file(folder, rank).unlink(missing_ok=True)
+    ended = run_ranks(config, folder, meeting)
+    _note_stop(ended)
+    if ended.signal is not None:
+        return 128 + ended.signal
+    if ended.exit_codes:
+        _speak_for_the_dead(_of_ranks(meeting.store), folder, ended)
+        print(where_logs_are(ranks, folder), file=sys.stderr, flush=True)
+    return int(bool(ended.exit_codes))
+
+
+def _meet(place: Place, seconds: float) -> Meeting:
+    with imports_without_collector():
+        import torch.distributed  # noqa: F401  # which a meeting needs
+    meeting = Meeting(place, seconds)
+    tell_facts(meeting.store, place.node, own_facts(place.node))
+    return meeting
+
+
+def _refuse_others(store: Store, nodes: int) -> None:
+    """Node 0 has said why; the others only leave. The store must outlive their question."""
+    store.set(CONFIG, "")
+    with suppress(RuntimeError):
+        store.wait([f"left/{node}" for node in range(1, nodes)], timedelta(seconds=WORDS))
+
+
+def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
+    """The first rank of this node; the nodes have equally many."""
+    local = int(config.parallel.devices) // place.nodes
+    return Ranks(place.node * local, local * place.nodes, 0, local, node=place.node, nodes=place.nodes)
+
+
+def _of_ranks(store: Store) -> Store:
+    """The keys of the ranks themselves, who never start again within a job (launch/meeting.py: open_store)."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore("attempt_0", store)
+
+
+def _note_stop(ended: Ended) -> None:
+    """A signal to another node has stopped this one's ranks as well."""
+    codes = {code - 128 for code in ended.exit_codes.values()}
+    stops = codes.intersection(STOP_SIGNALS)
+    if stops and stops == codes and ended.signal is None:
+        ended.signal = stops.pop()
+
+
+def _speak_for_the_dead(store: Store, folder: Path, ended: Ended) -> None:
+    """Tell node 0 of ranks that were killed, and of those that left without a record."""
+    for rank, code in ended.exit_codes.items():
+        if not failure_file(folder, rank).exists() and code not in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            record = wordless(folder, rank, code, ended.oom_kills)
+            reason = f"{record['reason']} on {host_name()}"
+            more = {
+                "host": host_name(),
+                "attempt": 0,
+                "time": time.time(),
+                "is_echo": False,
+                "exception": "",
+                "exit_code": 1,
+            }
+            publish_failure(store, {**record, **more, "reason": reason})
+
+
+def _hear_others(store: Store, folder: Path, ranks: Ranks) -> None:
+    """Wait until it is known why this node's ranks have lost the others, or until nobody will tell any more."""
+    until = time.monotonic() + WORDS
+    while time.monotonic() < until:
+        fetch_failures(store, folder, ranks)
+        if any(not json.loads(path.read_text())["is_echo"] for path in failure_files(folder)):
+            return
+        time.sleep(WORDS / 20)
+
+
+def _checkpoints(folder: Path) -> set[tuple[str, float]]:
+    return {(path.name, path.stat().st_mtime) for path in (folder / "checkpoints").glob("*.pt")}
+
+
+if __name__ == "__main__":
+    sys.exit(
+        main(Path(sys.argv[1]), Path(sys.argv[-1]))
+    )  # the config lies in the run folder, unless a second one is given

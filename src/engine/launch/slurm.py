@@ -1,0 +1,173 @@
+"""Slurm: the script of a job on a frozen run folder, its submission, and where the tasks of a step meet.
+
+The script is all there is to it, for people to read and to submit again. Slurm starts it anew in the same folder after
+a warning that the time is nearly up, or after a node was lost; a run that finds checkpoints goes on from them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from src.engine.config.compose import ROOT
+from src.engine.launch.meeting import Place
+from src.engine.launch.supervisor import SAFE_PATH
+from src.engine.machine.files import write_text
+from src.engine.machine.ranks import host_name
+from src.schema import ClusterConfig, Config
+
+SCRIPT, JOB_ID = "job.sbatch", "job.id"
+WARNED = 128 + 10  # exit code of a run that USR1 has stopped, on the nodes' Linux; this may be another system
+NODE_LOST = 75  # exit code of a run that has lost a node: EX_TEMPFAIL of sysexits.h, try again
+ALL_LEAVE = 120  # seconds for all nodes to end after the first has: longer than a save
+FIRST_PORT, PORTS = 20000, 12000  # below those that Linux gives to outgoing connections (32768 and above)
+
+
+def write_script(config: Config, folder: Path) -> int:
+    """Write `job.sbatch` beside config.yaml. Returns the exit code."""
+    (folder / "logs").mkdir(exist_ok=True)  # Slurm opens the job's log before the job begins
+    write_text(folder / SCRIPT, job_script(config, folder))
+    if not config.cluster.submit:
+        print(f"Submit with: sbatch {shlex.quote(str(folder / SCRIPT))}")
+    return 0
+
+
+def submit(config: Config, folder: Path) -> int:
+    """Submit the job of a run folder, which nobody may hold: it may begin at once. Returns the exit code.
+
+    Errors: ValueError with Slurm's own refusal; a folder that was made for this job is gone then.
+    """
+    cluster, script = config.cluster, folder / SCRIPT
+    if cluster.scheduler != "slurm" or not cluster.submit:
+        return 0
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        if not any((folder / "checkpoints").glob("*.pt")):
+            shutil.rmtree(folder)
+        raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
+    job = done.stdout.strip().partition(";")[0]
+    write_text(folder / JOB_ID, f"{job}\n")
+    print(f"job          {job}\nrun folder   {folder}\nlog          {folder / 'logs' / 'slurm.log'}", flush=True)
+    return _wait(job) if cluster.wait else 0
+
+
+def check_scheduler(cluster: ClusterConfig) -> None:
+    """Errors: ValueError where a job cannot be submitted from here."""
+    if cluster.scheduler == "slurm" and cluster.submit and shutil.which("sbatch") is None:
+        raise ValueError("cluster=slurm: no sbatch here; log in where Slurm is, or set cluster.submit=false")
+
+
+def queued_job(folder: Path) -> str | None:
+    """The id of the job that this run folder belongs to while it is queued or runs."""
+    if not (folder / JOB_ID).exists() or shutil.which("squeue") is None:
+        return None
+    job = (folder / JOB_ID).read_text(encoding="utf-8").strip()
+    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
+    return job if done.returncode == 0 and done.stdout.strip() else None
+
+
+def job_script(config: Config, folder: Path) -> str:
+    """The whole of job.sbatch."""
+    cluster, folder = config.cluster, folder.resolve()
+    log = str(folder / "logs" / "slurm.log").replace("%", "%%")  # Slurm reads % as the beginning of a pattern
+    options: dict[str, object] = {
+        "job-name": config.task_name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cluster.cpus,
+        "gpus-per-node": cluster.gpus or None,
+        "gres": cluster.gres,
+        "mem": cluster.memory,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "signal": f"USR1@{cluster.signal_seconds}",
+        "chdir": ROOT,
+        "output": log,
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    per_task = (
+        f" --cpus-per-task={cluster.cpus}" if cluster.cpus else ""
+    )  # srun does not take it over since Slurm 22.05
+    command = shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.launch.node", str(folder)])
+    return f"""#!/bin/bash
+# Runs {folder}/config.yaml; submit it again with sbatch, and it goes on in the same folder.
+{chr(10).join([*lines, "#SBATCH --requeue", *cluster.extra])}
+
+{cluster.setup or "# cluster.setup would stand here"}
+
+export PYTHONPATH={_quoted(ROOT)}
+srun --ntasks-per-node=1{per_task} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
+    {command}
+code=$?
+
+# {WARNED}: the time is nearly up, and a checkpoint is saved. {NODE_LOST}: a node was lost after progress was made.
+if [ $code -eq {WARNED} ] || [ $code -eq {NODE_LOST} ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 120 # Slurm ends this shell meanwhile
+fi
+exit $code
+"""
+
+
+def place_of_step(node: int, nodes: int) -> Place:
+    """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it.
+
+    Errors: ValueError where that is unknown, or would lead every node to itself.
+    """
+    names = _scontrol("show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
+    words = _scontrol("show", "node", names[0], "--oneliner").split()
+    address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), names[0])
+    try:
+        found = ipaddress.ip_address(socket.gethostbyname(address))
+    except OSError as error:
+        raise ValueError(f"NodeAddr={address} of {names[0]}: cannot be resolved on {host_name()} ({error})") from None
+    if found.is_loopback and not address.startswith("127."):
+        raise ValueError(
+            f"NodeAddr={address} of {names[0]}: resolves to {found} on {host_name()}, which no other node can reach; "
+            "mend /etc/hosts there, or give Slurm an address"
+        )
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    return Place(node, nodes, str(found), FIRST_PORT + (job * 16 + step) % PORTS)
+
+
+def _wait(job: str) -> int:
+    """Until the job has ended, requeued or not; its exit code, as Slurm's accounting of recent jobs tells it."""
+    import time
+
+    while True:
+        words = _scontrol("show", "job", job, "--oneliner").split()
+        facts = dict(word.split("=", 1) for word in words if "=" in word)
+        if facts["JobState"] in (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+            "OUT_OF_MEMORY",
+            "DEADLINE",
+        ):
+            code, _, number = facts["ExitCode"].partition(":")
+            return int(code) or (128 + int(number) if number != "0" else int(facts["JobState"] != "COMPLETED"))
+        time.sleep(1)
+
+
+def _scontrol(*words: str) -> str:
+    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"scontrol {shlex.join(words)}: {' '.join((done.stderr or done.stdout).split())}")
+    return done.stdout
+
+
+def _quoted(value: object) -> str:
+    """For bash, and for sbatch, which reads its own lines by the same rules. Errors: ValueError for more than a line."""
+    text = str(value)
+    if not text.isprintable():
+        raise ValueError(f"{text!r}: a job's file takes one line of text for each value")
+    return shlex.quote(text)

@@ -1,0 +1,306 @@
+"""Two nodes that share nothing but a link: network namespaces of this machine, with names, hosts files and disks of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, Train, read_lines, tiny
+
+from src.engine.record.result import read_result
+
+NAMES = ("nodea", "nodeb")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PROMPT = 15.0  # seconds from a fault to the end of everything
+LONG = ("train.epochs=80", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
+
+
+def can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    made = subprocess.run(["ip", "netns", "add", "probe-two-nodes"], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", "probe-two-nodes"], capture_output=True, check=False)
+    return made
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not can_make_namespaces(), reason="needs root and iproute2, to make network namespaces"),
+]
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+@dataclass
+class Nodes:
+    """Two namespaces with a link between them. Commands run with `disk`, a folder that is another one on each node."""
+
+    base: Path
+    train: Train
+    names: list[str] = field(default_factory=list)
+    hosts: str = ""
+
+    def __enter__(self) -> Nodes:
+        self.names = [f"{name}-{os.getpid()}" for name in NAMES]
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            (self.base / name).mkdir()
+            self.hosts += f"{address} {name}\n"
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.names[1],
+        )
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self.names:
+            for pid in self.pids(name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            ip("netns", "del", name)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+    @property
+    def disk(self) -> str:
+        return "/mnt/disk"
+
+    def cut(self, is_up: bool = False) -> None:
+        ip("-n", self.names[0], "link", "set", "eth0", "up" if is_up else "down")
+
+    def pids(self, name: str) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", name).split()]
+
+    def gone_after(self, since: float) -> float:
+        """Seconds from `since` until nothing runs on either node."""
+        while any(self.pids(name) for name in self.names):
+            assert time.monotonic() - since < 60, [self.output(index) for index in range(2)]
+            time.sleep(0.1)
+        return time.monotonic() - since
+
+    def start(
+        self,
+        index: int,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        mounts: dict[str, Path] | None = None,
+    ) -> subprocess.Popen[str]:
+        """A command on one node; `mounts`: what it sees below /mnt, by default its disk."""
+        name = self.names[index]
+        etc = Path("/etc/netns") / name  # ip mounts what lies here over /etc
+        etc.mkdir(parents=True, exist_ok=True)
+        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.hosts}")
+        places = mounts or {self.disk: self.base / name}
+        binds = "".join(f"mkdir -p {to} && mount --bind {shlex.quote(str(at))} {to} && " for to, at in places.items())
+        host = (environment or {}).get("HOSTNAME", name)
+        inside = f"hostname {host} && mount -t tmpfs none /mnt && {binds} exec {shlex.join(command)}"
+        with open(self.base / f"{name}.out", "a") as out:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside],
+                cwd=ROOT,
+                env={**self.train.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def torchrun(self, *words: str) -> list[subprocess.Popen[str]]:
+        """The command that a person gives on each node."""
+        torchrun = str(Path(sys.executable).parent / "torchrun")
+        place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29511"]
+        run = ["train.py", "parallel=ddp", *tiny(f"paths.output_dir={self.disk}", *words)]
+        return [self.start(index, [torchrun, "--node-rank", str(index), *place, *run]) for index in range(2)]
+
+    def run_folder(self, index: int = 0) -> Path:
+        found = sorted((self.base / self.names[index] / "train").glob("*/*"))
+        assert len(found) == 1, f"one run folder: {found}, {self.output(0)}"
+        return found[0]
+
+    def output(self, index: int) -> str:
+        return (self.base / f"{self.names[index]}.out").read_text()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, train: Train) -> Iterator[Nodes]:
+    with Nodes(tmp_path, train) as made:
+        yield made
+
+
+def wait_for(what: Callable[[], Any], nodes: Nodes, seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, f"too late:\n{nodes.output(0)}\n{nodes.output(1)}"
+        time.sleep(0.1)
+
+
+def lines_in(nodes: Nodes) -> int:
+    found = list((nodes.base / nodes.names[0]).glob("**/metrics.jsonl"))
+    return len(found[0].read_text().splitlines()) if found else 0
+
+
+def numbers(folder: Path) -> tuple[Any, ...]:
+    lines = [
+        (line["step"], line["train/loss"]) for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+    ]
+    return read_result(folder).parameters_hash, lines
+
+
+def alone(train: Train, *words: str) -> tuple[Any, ...]:
+    done = train("parallel=ddp", "parallel.devices=2", *words, folder=train.base / "alone")
+    assert done.returncode == 0, done.output
+    return numbers(done.folder)
+
+
+def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes, train: Train) -> None:
+    started = nodes.torchrun()
+    assert [process.wait(timeout=120) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
+    result = read_result(nodes.run_folder())
+    assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
+    assert numbers(nodes.run_folder()) == alone(train)
+    there = nodes.run_folder(1)
+    assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, "records and checkpoints are rank 0's"
+    assert (there / "logs" / "rank_1.log").exists()
+
+
+@pytest.mark.parametrize("fault", ["cut off", "dead", "stopped"])
+def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
+    nodes: Nodes, train: Train, fault: str
+) -> None:
+    words = (*LONG, "resume=auto")
+    started = nodes.torchrun(*words)
+    wait_for(lambda: lines_in(nodes) > 3, nodes)
+    lost = nodes.pids(nodes.names[1])
+    since = time.monotonic()
+    if fault == "cut off":
+        nodes.cut()
+    else:
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL if fault == "dead" else signal.SIGSTOP)
+    if fault == "stopped":
+        assert started[0].wait(timeout=60) != 0
+        seconds = time.monotonic() - since
+        for pid in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    else:
+        seconds = nodes.gone_after(since)
+    print(f"{fault}: everything gone after {seconds:.1f} s")
+    assert seconds < PROMPT
+    nodes.gone_after(time.monotonic())
+    result = json.loads((nodes.run_folder() / "result.json").read_text())
+    assert result["status"] == "failed" and result["failure"]["rank"] == 1, result
+    assert nodes.names[1] in result["reason"], result["reason"]
+    if fault == "cut off":
+        assert "node 0" in (nodes.run_folder(1) / "logs" / "failure_rank_0.json").read_text()
+        assert f"its logs are in {nodes.names[1]}:" in nodes.output(1)
+        nodes.cut(is_up=True)
+    again = nodes.torchrun(*words)
+    assert [process.wait(timeout=120) for process in again] == [0, 0], nodes.output(0) + nodes.output(1)
+    assert numbers(nodes.run_folder()) == alone(train, *LONG)
+
+
+class Job:
+    """Plays a Job of Kubernetes: a pod per index, which is replaced when it fails."""
+
+    def __init__(self, nodes: Nodes, manifest: Path) -> None:
+        self.nodes = nodes
+        settings, service, job = yaml.safe_load_all(manifest.read_text())
+        self.container = job["spec"]["template"]["spec"]["containers"][0]
+        self.name = job["metadata"]["name"]
+        self.claim, self.config = nodes.base / "claim", nodes.base / "config"
+        for folder in (self.claim, self.config):
+            folder.mkdir()
+        for file, text in settings["data"].items():
+            (self.config / file).write_text(text)
+        for index, address in enumerate(ADDRESSES):
+            nodes.hosts += f"{address} {self.name}-{index} {self.name}-{index}.{service['metadata']['name']}\n"
+        self.pods: dict[int, subprocess.Popen[str]] = {}
+        self.replaced = 0
+
+    def start(self, index: int) -> None:
+        given = {entry["name"]: entry["value"] for entry in self.container["env"]}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{self.name}-{index}", "PATH": path}
+        mounts = {"outputs": self.claim, "config": self.config}
+        places = {
+            entry["mountPath"]: mounts[entry["name"]]
+            for entry in self.container["volumeMounts"]
+            if entry["name"] in mounts
+        }
+        self.pods[index] = self.nodes.start(index, self.container["command"], {**given, **own}, places)
+
+    def run(self) -> None:
+        """Until all pods have succeeded."""
+        until = time.monotonic() + 150
+        while any(pod.poll() != 0 for pod in self.pods.values()):
+            assert time.monotonic() < until, self.nodes.output(0) + self.nodes.output(1)
+            for index, pod in list(self.pods.items()):
+                if pod.poll() not in (None, 0):
+                    assert pod.returncode != 2, self.nodes.output(index)
+                    self.replaced += 1
+                    self.start(index)
+            time.sleep(1)
+
+
+def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(nodes: Nodes, train: Train) -> None:
+    where = (f"hydra.run.dir={train.base / 'submitted'}", "cluster=kubernetes", "cluster.image=x", "cluster.claim=x")
+    written = train(*where, "cluster.nodes=2", "parallel=ddp", *LONG, folder=train.base / "submitted")
+    assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
+    job = Job(nodes, written.folder / "job.yaml")
+    for index in range(2):
+        job.start(index)
+    folder = job.claim / job.name
+
+    def steps() -> int:
+        path = folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    wait_for(lambda: steps() > 3, nodes)
+    for pid in nodes.pids(nodes.names[1]):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: job.pods[1].poll() is not None, nodes)
+    job.start(1)  # at once, while the first pod still runs with the one that is gone
+    assert job.pods[0].wait(timeout=PROMPT) not in (0, 2), nodes.output(0)
+    before = steps()
+    job.start(0)
+    wait_for(lambda: steps() > before + 2, nodes)
+    since = time.monotonic()
+    job.pods[0].terminate()  # a drained node: TERM, and KILL after the grace period
+    assert job.pods[0].wait(timeout=PROMPT) == 143
+    assert read_result(folder).status == "interrupted"
+    print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
+    job.run()
+    assert numbers(folder) == alone(train, *LONG)
+    assert nodes.output(0).count("going on from") == 2

@@ -1,0 +1,154 @@
+"""Jobs on a real Slurm cluster of two nodes, which scripts/slurm/dev_cluster.sh starts on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, Train, read_lines, tiny
+
+from src.engine.record.result import read_result
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        shutil.which("slurmctld") is None or os.geteuid() != 0,
+        reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster of its own",
+    ),
+]
+DEV_CLUSTER = str(ROOT / "scripts" / "slurm" / "dev_cluster.sh")
+LONG = ("train.epochs=40", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
+SLURM = ("cluster=slurm", "cluster.nodes=2", "parallel=ddp")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of people who use the cluster."""
+    folder = tmp_path_factory.mktemp("slurm")
+    environment = {**os.environ, "DEV_CLUSTER": str(folder / "dev"), "SLURM_CONF": str(folder / "dev" / "slurm.conf")}
+    subprocess.run([DEV_CLUSTER, "start"], env=environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    yield environment
+    subprocess.run([DEV_CLUSTER, "stop"], env=environment, check=True, timeout=60)
+    assert not (folder / "dev").exists()
+
+
+class Jobs:
+    """Submits runs as jobs, and asks Slurm about them."""
+
+    def __init__(self, train: Train, environment: dict[str, str]) -> None:
+        self.train, self.environment = train, environment
+
+    def submit(self, name: str, *words: str) -> Path:
+        folder = self.train.base / name
+        done = self.train.start(*SLURM, f"hydra.run.dir={folder}", *words, environment=self.environment).finish()
+        assert done.returncode == 0, done.output
+        return folder
+
+    def slurm(self, *command: str) -> str:
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False).stdout.strip()
+
+    def state(self, folder: Path) -> str:
+        return self.slurm("squeue", "--noheader", "--format=%T", f"--jobs={(folder / 'job.id').read_text().strip()}")
+
+    def wait(self, what: Callable[[], Any], seconds: float, folder: Path) -> None:
+        until = time.monotonic() + seconds
+        while not what():
+            if time.monotonic() > until:
+                log = folder / "logs" / "slurm.log"
+                pytest.fail(f"too late: {self.slurm('squeue')}\n{log.read_text() if log.exists() else 'no log'}")
+            time.sleep(0.2)
+
+    def resume_node(self) -> bool:
+        """Whether n2 can be used again; a node that is still ending a job cannot be resumed yet."""
+        self.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+        return self.slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T") in ("idle", "mixed", "allocated")
+
+    def steps(self, folder: Path) -> int:
+        path = folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait_for_steps(self, folder: Path, more_than: int = 0) -> None:
+        self.wait(lambda: self.steps(folder) > more_than, 90, folder)
+
+    def left(self, folder: Path) -> list[str]:
+        words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        return [word for word in words if str(folder) in word and "src." in word]
+
+
+@pytest.fixture
+def jobs(train: Train, cluster: dict[str, str]) -> Iterator[Jobs]:
+    made = Jobs(train, cluster)
+    yield made
+    made.slurm("scancel", "--user=root")
+    made.wait(lambda: not made.slurm("squeue", "--noheader"), 40, train.base)
+
+
+def numbers(folder: Path) -> tuple[Any, ...]:
+    lines = [
+        (line["step"], line.get("train/loss")) for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+    ]
+    return read_result(folder).parameters_hash, lines
+
+
+def test_a_job_on_two_nodes_has_the_numbers_of_one_machine(jobs: Jobs, train: Train) -> None:
+    done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment).finish()
+    assert done.returncode == 0, done.output
+    assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
+    here = train("parallel=ddp", "parallel.devices=2", folder=train.base / "here")
+    assert numbers(done.folder) == numbers(here.folder)
+    tasks = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "train.py", "parallel=ddp"]
+    plain = train.start_command(
+        [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")], train.base / "plain", jobs.environment
+    ).finish()
+    assert plain.returncode == 0, plain.output
+    assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], numbers(here.folder))
+
+
+def test_two_jobs_go_on_in_their_own_folders_whatever_happens_to_them(jobs: Jobs, train: Train) -> None:
+    """A warning signal to both at once; then a node of both is lost."""
+    folders = [jobs.submit("slow", *LONG), jobs.submit("fast", *LONG, "optim.lr=0.01")]
+    for folder in folders:
+        jobs.wait_for_steps(folder)
+    for folder in folders:
+        jobs.slurm("scancel", "--signal=USR1", (folder / "job.id").read_text().strip())
+    for folder in folders:
+        jobs.wait(lambda folder=folder: jobs.state(folder) == "PENDING", 30, folder)
+    before = [jobs.steps(folder) for folder in folders]
+    for folder, count in zip(folders, before, strict=True):
+        jobs.wait_for_steps(folder, count)
+    jobs.slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    for folder in folders:
+        jobs.wait(lambda folder=folder: jobs.state(folder) == "PENDING", 30, folder)
+    jobs.wait(jobs.resume_node, 60, folders[0])
+    for folder in folders:
+        jobs.wait(lambda folder=folder: jobs.state(folder) == "", 200, folder)
+        log = (folder / "logs" / "slurm.log").read_text()
+        assert log.count("going on from") == 2 and "stopped by SIGUSR1" in log, log
+    for folder, word in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
+        alone = train("parallel=ddp", "parallel.devices=2", *LONG, word, folder=train.base / f"alone_{folder.name}")
+        assert numbers(folder) == numbers(alone.folder), "as if nothing had happened"
+
+
+def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: Train) -> None:
+    folder = jobs.submit("long", *LONG, "train.epochs=100000")
+    jobs.wait_for_steps(folder)
+    refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
+    assert refused.returncode == 2 and "it belongs to job" in refused.stderr, refused.output
+    jobs.slurm("scancel", (folder / "job.id").read_text().strip())
+    jobs.wait(lambda: jobs.state(folder) == "", 30, folder)
+    jobs.wait(lambda: not jobs.left(folder), 10, folder)
+    assert read_result(folder).status == "interrupted"
+    done = train.start(*SLURM, "cluster.partition=nowhere", environment=jobs.environment).finish()
+    assert done.returncode == 2 and "invalid partition" in done.stderr.lower(), done.output
+    assert len(done.stderr.splitlines()) == 1 and not done.folder.exists()
