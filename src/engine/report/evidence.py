@@ -52,19 +52,15 @@ class Evidence:
 
     def ddp_over_dp(self, measure: str) -> list[Stated]:
         """The contrasts of ddp over dp on the same devices, from few to many of them."""
-        return [
-            Stated(self.place(g, p), g, p, dp, contrast)
-            for g, p in self.points("ddp")
-            if (dp := g.at("dp", p.devices)) and (contrast := g.contrast(measure, p, dp)) and contrast.ratio is not None
-        ]
+        return self._stated(measure, [(g, p, g.at("dp", p.devices)) for g, p in self.points("ddp")])
 
     def over_single(self, strategy: str) -> list[Stated]:
-        """Images/s over single's, of the points that are as many devices as they claim to be."""
-        return [
-            Stated(self.place(g, p), g, p, g.single, contrast)
-            for g, p in self.points(strategy)
-            if g.single and (contrast := g.over_single(p)) and contrast.ratio is not None
-        ]
+        """Images/s over single's."""
+        return self._stated("images_per_sec", [(g, p, g.single) for g, p in self.points(strategy)])
+
+    def _stated(self, measure: str, pairs: list[tuple[Group, Point, Point | None]]) -> list[Stated]:
+        found = [(g, a, b, g.contrast(measure, a, b)) for g, a, b in pairs]
+        return [Stated(self.place(g, a), g, a, b, c) for g, a, b, c in found if b and c and c.ratio is not None]
 
     def place(self, group: Group, point: Point) -> str:
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"

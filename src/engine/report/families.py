@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from src.engine.report.comparison import STRATEGIES, Group, Point
@@ -91,14 +90,3 @@ def leader(group: Group, smallest_difference: float) -> tuple[Point, Contrast | 
 def _complexity(point: Point) -> tuple[int, int, int, str]:
     place = STRATEGIES.index(point.strategy) if point.strategy in STRATEGIES else len(STRATEGIES)
     return point.nodes, point.devices, place, point.options
-
-
-def slow_runs(groups: Iterable[Group], share: float = 0.75) -> list[tuple[Point, Run]]:
-    """Runs at less than `share` of the median speed of their point: shown and named, never left out."""
-    return [
-        (point, run)
-        for group in groups
-        for point in group.points
-        for run in point.runs
-        if point.speed and (run.measure(SPEED) or math.inf) < share * point.speed.median
-    ]

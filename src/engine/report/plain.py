@@ -53,11 +53,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for machine in report.machines
             for claim in machine.claims
         ],
-        "corrections": [
-            {"hardware": machine.name, **dataclasses.asdict(correction)}
-            for machine in report.machines
-            for correction in machine.corrections
-        ],
+        "corrections": [{"hardware": m.name, **dataclasses.asdict(c)} for m in report.machines for c in m.corrections],
         "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
         "shared": shared(report.runs),
         "varied": varied(run for run in report.runs if run.config),

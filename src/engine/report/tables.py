@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.engine.report.comparison import Group, Point
-from src.engine.report.families import slow_runs
 from src.engine.report.measured import Run
 from src.engine.report.settings import flat, shared, varied
 from src.engine.report.statistics import Summary
@@ -15,6 +14,7 @@ from src.engine.report.wording import doubt, figure, percent, times, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
+OUTLIER = 0.75  # a run at a smaller share of its point's median speed is named
 MOST_DEVICES = 8
 LONGEST_REASON = 240  # characters
 _OF_ONE_RUN = ("format", "time", "command", "topology")  # of an environment record
@@ -41,7 +41,7 @@ def points_table(group: Group) -> Table:
     unit, factor = _memory_unit(group)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
     columns = ["point", "runs", "images/s", "over single (95 %)", "efficiency", "ms per step", "p95", "steps timed"]
-    columns += ["data wait, %", "comm. not hidden, ms", "CPU s per s", "to first step, s", memory, "val. accuracy"]
+    columns += ["data wait, %", "comm. not hidden, ms", "CPU s per s", "to first step, s", memory, "val. accuracy, %"]
     rows = [_point_row(group, point, factor) for point in group.points]
     told = [place for place in range(len(columns)) if any(row[place].text not in (DASH, NOT_HERE) for row in rows)]
     kept = sorted({0, 1, 2, *told})
@@ -56,21 +56,22 @@ def points_table(group: Group) -> Table:
 def _point_row(group: Group, point: Point, factor: float) -> list[Cell]:
     contrast, efficiency, hidden = group.over_single(point), group.efficiency(point), point.stand_in
     over_single = times(contrast) if contrast and contrast.ratio is not None else DASH
+    marks = " *" * point.stand_in + " †" * bool(point.needless_threads) + " ‡" * (not group.same_threads(point))
     return [
-        Cell(f"{point.label}{_marks(group, point)}"),
+        Cell(point.label + marks),
         _number(str(len(point.runs)) + (f", {point.flagged} flagged" if point.flagged else "")),
         _summary(point.speed, hidden),
         _number(NOT_HERE if hidden else over_single),
         _number(figure(efficiency) if efficiency else DASH),
         _summary(point.measure("step_ms"), hidden),
-        _middle(point.measure("step_ms_p95"), hidden),
+        _summary(point.measure("step_ms_p95"), hidden, middle=True),
         _number(f"{steps.median:,.0f}" if (steps := point.measure("steps_timed")) else DASH),
-        _middle(point.measure("data_wait"), factor=100),
-        _middle(point.measure("exposed_ms"), hidden),
-        _middle(point.measure("cpu_seconds")),
-        _summary(point.measure("first_step_seconds"), False),
+        _summary(point.measure("data_wait"), factor=100, middle=True),
+        _summary(point.measure("exposed_ms"), hidden, middle=True),
+        _summary(point.measure("cpu_seconds"), middle=True),
+        _summary(point.measure("first_step_seconds")),
         _number(_peaks(point, factor)),
-        _accuracy(point.measure("accuracy")),
+        _summary(point.measure("accuracy"), factor=100),
         _links(point.runs),
     ]
 
@@ -126,11 +127,6 @@ def unfinished_table(runs: Iterable[Run]) -> Table:
     return Table(["point", "overrides", "status", "reason", "folder"], rows)
 
 
-def _marks(group: Group, point: Point) -> str:
-    marks = " *" if point.stand_in else ""
-    return marks + (" †" if point.needless_threads else "") + ("" if group.same_threads(point) else " ‡")
-
-
 def _notes(group: Group) -> list[str]:
     notes = [f"({p.letter}) {p.options}" for p in {p.letter: p for p in group.points if p.letter}.values()]
     if group.single is None:
@@ -143,10 +139,11 @@ def _notes(group: Group) -> list[str]:
         notes.append(f"† {threads} threads on {cores} cores: more threads than cores.")
     if not all(map(group.same_threads, group.points)):
         notes.append("‡ Other threads per device than single: the ratio mixes both effects.")
-    for point, run in slow_runs([group])[:MOST_LINKS]:
-        notes.append(
-            f"Outlier, kept: {run.name} ({point.label}) at {figure(run.measure('images_per_sec') or 0)} images/s."
-        )
+    slow = [
+        (p, run, speed) for p in group.points for run in p.runs if (speed := run.measure("images_per_sec")) and p.speed
+    ]
+    slow = [(p, run, speed) for p, run, speed in slow if p.speed and speed < OUTLIER * p.speed.median][:MOST_LINKS]
+    notes += [f"Outlier, kept: {run.name} ({p.label}) at {figure(speed)} images/s." for p, run, speed in slow]
     flagged = [(point, run) for point in group.points for run in point.runs if run.flags]
     notes += [f"Flagged: {run.name} ({point.label}): {'; '.join(run.flags)}." for point, run in flagged[:MOST_LINKS]]
     extra = sorted((run for run in group.runs if run.block is None), key=lambda run: run.position or 0)
@@ -154,22 +151,11 @@ def _notes(group: Group) -> list[str]:
     return [*notes, *([f"The baseline, first and last: {' and '.join(speeds)} images/s."] if len(speeds) > 1 else [])]
 
 
-def _summary(summary: Summary | None, hidden: bool) -> Cell:
-    if hidden:
-        return _number(NOT_HERE)
-    return _number(DASH if summary is None else with_range(summary))
-
-
-def _middle(summary: Summary | None, hidden: bool = False, factor: float = 1) -> Cell:
-    """The median alone, for a table of many columns; report.json has the range."""
-    return _number(NOT_HERE if hidden else DASH if summary is None else figure(summary.median * factor))
-
-
-def _accuracy(summary: Summary | None) -> Cell:
-    if summary is None:
-        return _number(DASH)
-    low, high = f"{summary.low:.4f}", f"{summary.high:.4f}"
-    return _number(f"{summary.median:.4f}" + (f" ({low}–{high})" if low != high else ""))
+def _summary(summary: Summary | None, hidden: bool = False, factor: float = 1, middle: bool = False) -> Cell:
+    """`middle`: the median alone, for a table of many columns; report.json has the range."""
+    if hidden or summary is None:
+        return _number(NOT_HERE if hidden else DASH)
+    return _number(figure(summary.median * factor) if middle else with_range(summary, factor=factor))
 
 
 def _memory_unit(group: Group) -> tuple[str, float]:
