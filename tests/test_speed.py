@@ -26,10 +26,12 @@ from src.engine.record.result import MetricsLog
 from src.models.build import build_ema
 from src.parallel import build_strategy
 from src.parallel.distributed import has_only_batch_norm_buffers
+from src.parallel.forward import set_matmul_precision
 from src.run.build import build
 from src.run.lifecycle import Training
 from src.schema import EmaConfig
 from src.training.loop import train_epoch
+from src.training.metrics import evaluate
 from src.training.state import Progress
 
 BUSY = (  # everything that a step can be asked to do, but for what looks at every step by its nature
@@ -50,7 +52,13 @@ class Looks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        self.count += name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+        self.count += name in (
+            "aten::_local_scalar_dense",
+            "aten::is_nonzero",
+            "aten::nonzero",
+            "aten::equal",
+            "aten::bincount",
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -77,6 +85,32 @@ def test_no_step_waits_for_a_value(overrides: tuple[str, ...]) -> None:
     few, many = looks(5, *overrides), looks(25, *overrides)
     assert 1 <= few <= 10, "the boundary fetches its losses"
     assert many == few
+
+
+def test_evaluation_waits_for_the_device_at_its_end_alone() -> None:
+    """torch.bincount reads its largest value, and so does an index by a mask."""
+    strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+
+    def looks_at(batches: int) -> int:
+        images, labels = torch.zeros(batches, 4, 3, 2, 2), torch.zeros(batches, 4, dtype=torch.int64)
+        with Looks() as found:
+            evaluate(
+                model, zip(images, labels, strict=True), strategy=strategy, num_samples=4 * batches, num_classes=10
+            )
+        return found.count
+
+    assert looks_at(2) == looks_at(20)
+
+
+def test_tf32_rounds_matrix_products_and_fp32_does_not() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for word, is_set in (("tf32", "high"), ("fp32", "highest")):
+            set_matmul_precision(word)
+            assert torch.get_float32_matmul_precision() == is_set
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def written(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

@@ -42,4 +42,9 @@ class ModelAndLoss(nn.Module):
         return self.criterion(self.model(images), targets)
 
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def set_matmul_precision(precision: str) -> None:
+    """tf32: a GPU's matrix products round their float32 inputs to 10 bits of mantissa, as torch's convolutions do anyway."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

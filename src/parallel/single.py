@@ -47,6 +47,7 @@ class Single:
         self._utilisation: Utilisation | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.backends.cudnn.benchmark = True  # batches keep their shape, so each kernel is chosen once
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
             self._utilisation = Utilisation([uuids.get(device.index) for device in self.devices])
 

@@ -14,7 +14,7 @@ from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
 from src.engine.record.meter import Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
-from src.parallel.forward import AUTOCAST
+from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timms
 from src.training.metrics import check_metric
@@ -103,6 +103,7 @@ def build_evaluation(
     config: ResolvedConfig, strategy: Single, local_world_size: int = 1
 ) -> tuple[Images, Preprocessing, torch.nn.Module, dict[str, Loader]]:
     """(dataset, what its images go through, model with fresh weights, this rank's loaders of val and test)."""
+    set_matmul_precision(config.train.precision)
     may_download = config.model.pretrained or is_timms(config.data.name)
     with strategy.one_of_node_first() if may_download else nullcontext():
         images = build_images(config.data)

@@ -173,6 +173,8 @@ def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
             )
     if config.model.sync_bn:
         raise ValueError("model.sync_bn=true: torch's SyncBatchNorm works on CUDA only")
+    if config.train.precision == "tf32":
+        raise ValueError(f"train.precision=tf32: a GPU's, but this run is on {parallel.accelerator}; use fp32 or bf16")
 
 
 def _check_batch(config: ResolvedConfig) -> None:
