@@ -151,6 +151,7 @@ class TrainConfig:
     epochs: int = number(10, least=1)
     max_steps: int | None = number(None, least=1)  # optimizer steps; ends earlier than `epochs` would
     precision: str = choice("fp32", "fp32", "tf32", "bf16", "fp16")
+    deterministic: bool = False  # torch's deterministic algorithms only: the same bits again on a GPU, at a price
     accumulate: int = number(1, least=1)  # batches per optimizer step
     evaluate_every: int = number(1, least=0)  # epochs; 0: never during training
     target_loss: float | None = number(None, above=0)  # the last lines say whether train/loss got below it

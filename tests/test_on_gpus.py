@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import resolved
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.parallel import comm
 
+from src.engine.launch.failure import describe
 from src.engine.machine.ranks import Ranks
 from src.engine.record.meter import Meter
 from src.models.build import build_model
 from src.parallel import build_strategy
+from src.run.lifecycle import Training
 from src.schema import ModelConfig, ParallelConfig
-from src.training import loop
+from src.training import checkpoint, loop
+from src.training.determinism import use_deterministic_algorithms
 from src.training.finite import LossWindow
 from src.training.metrics import evaluate
 from src.training.moments import Moments
@@ -247,3 +253,61 @@ def test_sync_bn_changes_no_output(name: str) -> None:
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(synchronised(images), bare(images), rtol=0, atol=0)
+
+
+def test_ranks_that_share_a_gpu_or_its_number_have_memory_curves_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = build_strategy(ParallelConfig("single", 1, "cpu", 1), Ranks(), None)
+    of_ranks = [[{"device": name, "peak_bytes": 1}] for name in ("cuda:0", "cuda:0", "cuda:1")]
+    monkeypatch.setattr(strategy, "gather", lambda own: of_ranks)
+    assert [entry["device"] for entry in strategy.memory()] == ["cuda:0_rank_0", "cuda:0_rank_1", "cuda:1"]
+
+
+def test_what_a_checkpoint_holds_is_not_put_on_the_device_beside_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights' copies would lie there twice, and the optimizer's step counts would be waited for in every step."""
+    (tmp_path / "checkpoints").mkdir()
+    contents = {"format": 1, "model": {"weight": torch.ones(2)}, "optimizer": {"state": {0: {"step": torch.ones(())}}}}
+    torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
+    training: Any = object.__new__(Training)
+    training.folder, training.run = tmp_path, SimpleNamespace(mixing=None)
+    training.state = SimpleNamespace(progress=SimpleNamespace(step=1))
+    training.strategy = SimpleNamespace(
+        is_first=True, device=torch.device("meta"), gather=lambda value: [value], share_state=lambda state: state
+    )
+    restored: list[Any] = []
+    monkeypatch.setattr(checkpoint, "restore", lambda *given: restored.append(given[-1]))
+    training.resume()
+    tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
+    assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def deterministic_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `train.deterministic` sets for a process is taken back."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.usefixtures("deterministic_here")
+def test_deterministic_training_uses_nothing_else_and_trains(tmp_path: Path) -> None:
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true", "train.max_steps=1")
+    training = Training(config, tmp_path, Ranks(), None)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    training.train()
+    training.close()
+
+
+@pytest.mark.usefixtures("deterministic_here")
+def test_an_operation_without_a_deterministic_algorithm_is_named(tmp_path: Path) -> None:
+    use_deterministic_algorithms()
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true")
+    try:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    except RuntimeError as error:
+        said = describe(error, config, Ranks(), tmp_path / "log")["reason"]
+    assert "train.deterministic=true: put_ has no deterministic algorithm" in said

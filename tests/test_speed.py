@@ -250,10 +250,14 @@ def test_pages_of_freed_tensors_are_used_again() -> None:
     assert int(done.stdout) < 600
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_steady_step_never_synchronises_with_the_gpu() -> None:
-    config = resolved("parallel=single", "parallel.accelerator=cuda", *BUSY, "train.precision=bf16", "data=synthetic")
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def test_a_steady_step_never_synchronises_with_the_gpu(accelerator: str) -> None:
+    """On a CPU nothing can; there it shows that the steps are there to be run."""
+    on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
+    config = resolved(*on, *BUSY, "train.precision=bf16", "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = build(config, strategy, 1)
 
@@ -264,10 +268,13 @@ def test_a_steady_step_never_synchronises_with_the_gpu() -> None:
 
     train(3, Progress())
     progress = Progress()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):  # at the boundary, where the losses are fetched
-            train(8, progress)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    if accelerator == "cpu":
+        train(8, progress)
+    else:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with pytest.raises(RuntimeError, match="synchroniz"):  # at the boundary, where the losses are fetched
+                train(8, progress)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert progress.step == 8

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import in_ranks
 from torch.distributed import HashStore
 
+from src.engine.launch import signs
+from src.engine.machine.ranks import Ranks
+from src.engine.machine.signals import exit_after_stop_signal, stop_handler
 from src.parallel.stopping import Stopping
 
 
@@ -102,3 +112,54 @@ def test_stopped_and_resumed_equals_undisturbed(strategy: str, tmp_path: Path) -
     for part in ("model", "ema"):
         for name, tensor in whole[part].items():
             assert torch.equal(tensor, resumed[part][name]), f"{part}: {name}"
+
+
+@contextmanager
+def own_stop_handler() -> Iterator[list[int]]:
+    """What `stop_handler` is asked for, here, as in training."""
+    heard: list[int] = []
+    stop_handler.request, stop_handler.heard_at = heard.append, None
+    signal.signal(signal.SIGTERM, stop_handler)
+    yield heard
+
+
+def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
+    """A signal in the middle of a call of 2 s that runs no Python, with a limit of half a second."""
+    with own_stop_handler() as heard:
+        exit_after_stop_signal(0.5, lambda: is_stuck)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        until = time.monotonic() + 2.5
+        rounds = 100_000
+        while time.monotonic() < until and not heard:
+            began = time.monotonic()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))  # the next takes 2 s
+        time.sleep(0.1)
+        return heard
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_long_call_is_waited_for_and_a_wait_for_ranks_that_have_left_is_not() -> None:
+    assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
+        in_ranks(in_a_long_call, 1, True)
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_says_nothing_any_more_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "TICK", 0.05)
+    monkeypatch.setattr(signs, "LEFT", 0.4)
+    store = HashStore()
+    pair = [signs.Signs(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
+    for each in pair:
+        each.start()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert not pair[0].peer_has_left()
+        time.sleep(0.05)
+    pair[1].close()
+    while not pair[0].peer_has_left():
+        time.sleep(0.05)
+    pair[0].close()
+    assert not signs.Signs(Ranks(), None, tmp_path).peer_has_left()

@@ -121,7 +121,7 @@ class Distributed(Single):
             tensor = torch.empty(size, dtype=dtype, device=device)
             if tensor.numel():
                 dist.broadcast(as_bytes(tensor), src=0)
-            return tensor
+            return tensor.cpu()  # as rank 0 has it: loading copies to the device what belongs there
 
         return unpack(json.loads(shape.cpu().numpy().tobytes()), receive)
 

@@ -159,7 +159,14 @@ class Single:
             ]
         else:
             own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak_memory()}]
-        return [entry for entries in self.gather(own) for entry in entries]
+        entries = [(rank, entry) for rank, entries in enumerate(self.gather(own)) for entry in entries]
+        names = [
+            entry["device"] for _, entry in entries
+        ]  # ranks that share a GPU, or are on several nodes, use one name
+        return [
+            {**entry, "device": f"{name}_rank_{rank}" if names.count(name) > 1 else name}
+            for (rank, entry), name in zip(entries, names, strict=True)
+        ]
 
     def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
         """Bytes that cross device borders per step of `accumulate` batches, and milliseconds where they can be measured."""

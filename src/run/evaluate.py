@@ -16,6 +16,7 @@ from src.run.build import build_evaluation
 from src.schema import Config, ParallelConfig
 from src.training import checkpoint
 from src.training.checkpoint import find_checkpoint
+from src.training.determinism import use_deterministic_algorithms
 from src.training.metrics import evaluate
 
 
@@ -32,10 +33,12 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
     config.parallel, config.model.sync_bn = ParallelConfig(strategy="single"), False
     config.model.pretrained, config.model.weights = False, None
     resolved = resolve(config)
+    if resolved.train.deterministic:
+        use_deterministic_algorithms()
     strategy = build_strategy(resolved.parallel, Ranks(), None)
     images, _, model, loaders = build_evaluation(resolved, strategy)
     path = find_checkpoint(folder, wanted)
-    contents = checkpoint.load(path, strategy.device)
+    contents = checkpoint.load(path)
     chosen = list(loaders) if split == "all" else [split]
     for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
         if name not in loaders:

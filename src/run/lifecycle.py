@@ -25,6 +25,7 @@ from src.run.build import build
 from src.run.proof import make_result, prove_start, show_banner, show_end
 from src.schema import ResolvedConfig
 from src.training import checkpoint
+from src.training.determinism import use_deterministic_algorithms
 from src.training.finite import NotFiniteError, check_finite
 from src.training.loop import StepReport, train_epoch
 from src.training.metrics import Evaluation, evaluate, with_averaged
@@ -59,6 +60,8 @@ class Training:
     def __init__(self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on every rank and under every strategy
         self.config, self.folder = config, folder
+        if config.train.deterministic:
+            use_deterministic_algorithms()
         self.strategy = build_strategy(config.parallel, ranks, store)
         self.run = build(config, self.strategy, ranks.local_world_size)
         self.state = self.run.state
@@ -102,7 +105,7 @@ class Training:
         path = checkpoint.newest(self.folder) if self.strategy.is_first else None
         if not self.strategy.gather(path is not None)[0]:
             return
-        contents = self.strategy.share_state(path and checkpoint.load(path, self.strategy.device))
+        contents = self.strategy.share_state(path and checkpoint.load(path))
         checkpoint.restore(self.state, self.strategy, contents)
         if self.run.mixing is not None:
             self.run.mixing.batch = self.progress.step * self.config.train.accumulate
@@ -217,7 +220,7 @@ class Training:
             return
         best = self.folder / "checkpoints" / "best.pt"
         if self.strategy.gather(best.exists())[0]:
-            contents = checkpoint.load(best, self.strategy.device) if self.strategy.is_first else None
+            contents = checkpoint.load(best) if self.strategy.is_first else None
             checkpoint.restore_weights(self.state, self.strategy, self.strategy.share_state(contents))
         self.evaluate("test", self.progress.epoch)
 

@@ -64,13 +64,17 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     return folder / "last.pt"
 
 
-def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The contents of a checkpoint. Errors: ValueError in one line with file and reason."""
+def load(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint, in the host's memory; Errors: ValueError in one line with file and reason.
+
+    On a GPU weights, averages and optimizer state would lie there twice while they are loaded, and the optimizer's step
+    counts would stay there, to be waited for in every step.
+    """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
         _check_sum(path)
-        contents = torch.load(path, map_location=device, weights_only=True)
+        contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         if type(error).__name__ == "UnpicklingError":  # torch's own words advise to load it all the same

@@ -17,6 +17,7 @@ from src.engine.machine.ranks import Ranks, host_name
 from src.schema import ResolvedConfig
 
 PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
@@ -34,6 +35,12 @@ def describe(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) 
         status, reason = "not_finite", text
     elif kind in ("OutOfMemoryError", "MemoryError") or any(words in text.lower() for words in NO_MEMORY):
         status, reason = "out_of_memory", _out_of_memory(text, config, ranks)
+    elif NOT_DETERMINISTIC in text:
+        named = text.partition(NOT_DETERMINISTIC)[0].split()[-1]
+        reason = (
+            f"{who}: train.deterministic=true: {named} has no deterministic algorithm in torch ({place}); train without "
+            "train.deterministic, or a model that does without it"
+        )
     elif "DataLoader worker" in text:
         reason += "; a loader worker was killed, perhaps for want of memory: fewer data.workers need less"
     elif is_echo:

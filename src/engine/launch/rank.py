@@ -57,7 +57,6 @@ def run_rank(
     """
     die_with_parent()
     keep_compiled_code_private()
-    exit_after_stop_signal(STUCK_SECONDS)
     own_log = folder / "logs" / f"rank_{ranks.rank}.log"
     stacks = _set_up_output(own_log, ranks)
     for number in STOP_SIGNALS:
@@ -65,6 +64,8 @@ def run_rank(
     own_store = None if store is None else store.clone()
     try:
         with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words) as signs:
+            # before training there is nothing to save, and without a peer nobody can
+            exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or signs.peer_has_left())
             return _run_recorded(run, config, folder, ranks, store, own_log, signs)
     except Stopped as stop:
         log.info("stopped by %s", stop)

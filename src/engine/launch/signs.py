@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TICK = 1.0  # seconds between two looks
 NODE_SILENT = 7.0  # seconds without a word from a node: it is dead, stopped, or cut off
 START_SILENT = 60.0  # the same before its first step: importing torch from a slow disk keeps all threads waiting
+LEFT = 3.0  # seconds without a word from a rank: it has left
 CAUSE = 5.0  # seconds for the word of why another rank has left
 TOLD = 2.0  # seconds for the store to take a word
 
@@ -65,6 +66,7 @@ class Signs:
     _nodes: dict[int, Sign] = field(default_factory=dict)  # of each other node, the sign of its first rank
     _moved_at: dict[int, float] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
+    _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each rank, and when they last moved
 
     def start(self) -> None:
         if self.store is not None:
@@ -87,6 +89,22 @@ class Signs:
             Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(rank)
             for rank, key in enumerate(keys)
         ]
+
+    def peer_has_left(self) -> bool:
+        """Whether a rank has failed, or says nothing: then no collective ends any more, and none can save.
+
+        To be asked again and again: what counts is how long a rank has been silent since it was first asked.
+        """
+        if self.store is None or self.failed or self.gone:
+            return self.failed or self.gone
+        now = time.monotonic()
+        try:
+            for sign in self.all():
+                if self._ticks.get(sign.rank, (-1, now))[0] != sign.ticks:
+                    self._ticks[sign.rank] = (sign.ticks, now)
+        except RuntimeError:  # the store has closed
+            return True
+        return any(now - moved > LEFT for _, moved in self._ticks.values())
 
     def silent_node(self) -> Sign | None:
         """The sign of a node that has said nothing for NODE_SILENT seconds, None while all speak or there is only one."""

@@ -42,11 +42,12 @@ class StopHandler:
 stop_handler = StopHandler()
 
 
-def exit_after_stop_signal(seconds: float) -> None:
-    """Leave `seconds` after a stop signal with exit code 128 + signal, unless `stop_handler` has heard of it by then.
+def exit_after_stop_signal(seconds: float, is_stuck: Callable[[], bool]) -> None:
+    """After a stop signal that `stop_handler` has not heard, leave with exit code 128 + signal once `is_stuck` for `seconds`.
 
-    Python's own handlers run between bytecodes of the main thread, so a rank that waits in a collective would never
-    see the signal; the C-level handler writes to this pipe at once.
+    Python's own handlers run between bytecodes of the main thread, so a rank that waits in a collective for ranks that
+    have left would never see the signal; the C-level handler writes to this pipe at once. A long call that is no such
+    wait ends by itself, and then the run is saved: the seconds do not count for it.
     """
     reading, writing = os.pipe()
     if hasattr(os, "set_blocking"):  # Windows got it with Python 3.12, and does not ask for it
@@ -57,11 +58,19 @@ def exit_after_stop_signal(seconds: float) -> None:
         while True:
             for number in os.read(reading, 64):
                 if number in STOP_SIGNALS:
-                    time.sleep(seconds)
-                    if stop_handler.heard_at is None:
-                        os._exit(128 + number)
+                    _leave_if_stuck(number, seconds, is_stuck)
 
     threading.Thread(target=watch, name="stop-signal", daemon=True).start()
+
+
+def _leave_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) -> None:
+    stuck_since = None
+    while stop_handler.heard_at is None:
+        now = time.monotonic()
+        stuck_since = (stuck_since or now) if is_stuck() else None
+        if stuck_since is not None and now - stuck_since >= seconds:
+            os._exit(128 + number)
+        time.sleep(min(1.0, seconds / 4))
 
 
 def ignore_stop_signals() -> None:
