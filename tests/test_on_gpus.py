@@ -184,7 +184,9 @@ class Noisy(nn.Module):
 
 def masks_of_steps(steps: range, devices: int, accumulate: int = 1) -> list[Tensor]:
     """The dropout masks of each step, of all replicas and batches, in the order of the images."""
-    strategy = build_strategy(ParallelConfig("dp", devices, "cpu", 1), Ranks(), None)
+    strategy = build_strategy(
+        ParallelConfig(strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1), Ranks(), None
+    )
     model = Noisy()
     wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
     images = torch.randn(8 * devices, 3, 2, 2)
@@ -256,7 +258,9 @@ def test_sync_bn_changes_no_output(name: str) -> None:
 
 
 def test_ranks_that_share_a_gpu_or_its_number_have_memory_curves_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = build_strategy(ParallelConfig("single", 1, "cpu", 1), Ranks(), None)
+    strategy = build_strategy(
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+    )
     of_ranks = [[{"device": name, "peak_bytes": 1}] for name in ("cuda:0", "cuda:0", "cuda:1")]
     monkeypatch.setattr(strategy, "gather", lambda own: of_ranks)
     assert [entry["device"] for entry in strategy.memory()] == ["cuda:0_rank_0", "cuda:0_rank_1", "cuda:1"]
