@@ -65,11 +65,7 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint, in the host's memory; Errors: ValueError in one line with file and reason.
-
-    On a GPU weights, averages and optimizer state would lie there twice while they are loaded, and the optimizer's step
-    counts would stay there, to be waited for in every step.
-    """
+    """The contents, in the host's memory: a GPU would hold them twice. Errors: ValueError in one line with file and reason."""
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
