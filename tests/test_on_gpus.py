@@ -129,7 +129,7 @@ def test_dp_puts_loss_and_outputs_where_they_are_needed(
     state = TrainState(model, wrapped, torch.optim.SGD(model.parameters(), 0.1), None, None, None)
     monkeypatch.setattr(loop, "_backward", lambda state, loss: None)
     for accumulate in (1, 2):
-        batches, moments = iter([batch(7, strategy.device)] * accumulate), Moments(Meter(7, False), strategy.stopping)
+        batches, moments = iter([batch(7, strategy.device)] * accumulate), Moments(Meter(7, 1), strategy.stopping)
         loss = loop._forward_backward(state, batches, accumulate, strategy, moments, None)
         window = LossWindow()
         window.add(1, loss)
@@ -239,8 +239,8 @@ def test_bytes_per_step_of_dp_count_every_batch_and_what_is_in_it(loss_in_replic
     images, targets, outputs = 4 * 3 * 12, 8 * 3, 4 * 3 * 5  # of the half on the other device
     moved = images + targets if loss_in_replica else images + 2 * outputs
     expected = 2 * parameters + buffers + moved
-    assert strategy.communication(model, wrapped, 1)["bytes_per_step"] == expected
-    assert strategy.communication(model, wrapped, 3)["bytes_per_step"] == 3 * expected
+    assert strategy.communication_bytes(model, wrapped, 1)[0] == expected
+    assert strategy.communication_bytes(model, wrapped, 3)[0] == 3 * expected
 
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "mixnet_s", "regnetx_002"])

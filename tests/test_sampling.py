@@ -163,7 +163,7 @@ def test_another_epoch_or_seed_makes_other_images() -> None:
 def test_a_drawn_image_does_not_depend_on_what_was_drawn_before() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     reader = Reader(split, 10, train_transform(EVERYTHING, 16, resize=False), 7)
-    first = reader.__getitems__(Request(0, np.array([5])))[0][0]
-    reader.__getitems__(Request(0, np.arange(4)))
+    first = reader.read(Request(0, np.array([5])))[0][0]
+    reader.read(Request(0, np.arange(4)))
     torch.rand(100)
-    assert torch.equal(reader.__getitems__(Request(0, np.array([4, 5])))[0][1], first)
+    assert torch.equal(reader.read(Request(0, np.array([4, 5])))[0][1], first)

@@ -186,7 +186,7 @@ def test_a_label_outside_the_head_is_refused(label: int) -> None:
             return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
 
     with pytest.raises(ValueError, match=rf"labels from .*{label}.*, but 2 classes"):
-        Reader(Split(), 2, None, 0).__getitems__(Request(0, np.arange(3)))
+        Reader(Split(), 2, None, 0).read(Request(0, np.arange(3)))
 
 
 @given(

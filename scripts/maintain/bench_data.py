@@ -56,7 +56,7 @@ def core(folder: Path) -> Epoch:
     def epoch() -> Iterator[int]:
         loader.requests.start_at(0, 0)
         for request in loader.requests:
-            yield len(loader.reader.__getitems__(request)[1])
+            yield len(loader.reader.read(request)[1])
 
     return epoch
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -48,7 +50,11 @@ class Reader:
         if isinstance(split, InMemory):
             self._check_labels(split.labels)
 
-    def __getitems__(self, request: Request) -> Fetched:  # what torch's fetcher calls with a whole batch
+    def __getitems__(self, request: Request) -> tuple[Fetched, NDArray[np.int64]]:
+        """What torch's fetcher calls with a whole batch; the indices that were read travel with it, to be counted."""
+        return self.read(request), request.indices
+
+    def read(self, request: Request) -> Fetched:
         if isinstance(self.split, InMemory) and self.transform is None:
             indices = torch.from_numpy(request.indices % self.num_images)
             return self._rows(self.split.images, indices), self._rows(self.split.labels, indices), []
@@ -137,11 +143,15 @@ class Loader:
 
     def _read(self) -> Iterator[Batch]:
         raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
-        for images, labels, unreadable in raw:
+        for (images, labels, unreadable), indices in raw:
+            self._count(indices)
             if unreadable:
                 self.unreadable.update(unreadable)
             if len(labels):
                 yield images, labels
+
+    def _count(self, indices: NDArray[np.int64]) -> None:
+        """A batch of these indices has been read."""
 
     def close(self) -> None:
         """End the worker processes. They ignore SIGTERM, so the interpreter at its own end would wait for them for ever."""
@@ -154,11 +164,22 @@ class TrainLoader(Loader):
     """The shuffled, sharded epoch."""
 
     requests: BatchRequests
+    reads: NDArray[np.uint8] | None = None  # how often each index was read in the epoch under way
+    reads_of_whole: NDArray[np.uint8] | None = None  # and in the last one that was read from its start to its end
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
         self.requests.start_at(epoch, first_batch)
+        self.reads = np.zeros(self.requests.shard.num_images * self.requests.shard.copies, np.uint8)
+        self._batches_to_read = self.batches_per_epoch if first_batch == 0 else -1
         return iter(self)
+
+    def _count(self, indices: NDArray[np.int64]) -> None:
+        assert self.reads is not None
+        self.reads[indices] += 1
+        self._batches_to_read -= 1
+        if self._batches_to_read == 0:
+            self.reads_of_whole = self.reads
 
     @property
     def batches_per_epoch(self) -> int:
@@ -167,7 +188,7 @@ class TrainLoader(Loader):
     def peek(self) -> Tensor:
         """The normalised images of this rank's first batch, read aside: nothing moves on."""
         self.requests.start_at(0, 0)
-        return self.feed(self.reader.__getitems__(next(iter(self.requests)))[:2])[0]
+        return self.feed(self.reader.read(next(iter(self.requests)))[:2])[0]
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -68,13 +68,19 @@ class DataParallelStrategy(Single):
             return entries
         return [{**entries[0], "device": f"cpu:{i}", "shared": True} for i in range(len(self.devices))]  # one process
 
-    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
-        """For every batch parameters and buffers go out to the other replicas, gradients come back, and the batch moves too."""
+    def communication_seconds(self, wrapped: nn.Module) -> tuple[float, float] | None:
+        return (0.0, 0.0) if len(self.devices) == 1 else None  # copies and sums are kernels among others
+
+    def communication_bytes(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> tuple[int, int]:
+        """For every batch parameters and buffers go out to the other replicas, gradients come back, and the batch moves too.
+
+        All of it over the links of the first device.
+        """
         assert isinstance(wrapped, LossOnOutput | LossInReplicas)
-        out = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        back = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        per_batch = (len(self.devices) - 1) * (out + back) + wrapped.bytes_moved
-        return {"bytes_per_step": accumulate * per_batch, "ms_per_step": None, "exposed_ms_per_step": None}
+        others = len(self.devices) - 1
+        out = others * sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + wrapped.bytes_out
+        back = others * sum(p.nbytes for p in model.parameters() if p.requires_grad) + wrapped.bytes_back
+        return accumulate * (out + back), accumulate * max(out, back)
 
     def share_elsewhere(self, batch_size: int, device: torch.device) -> float:
         """Which share of a batch is worked on by replicas that are not on `device`. On a CPU the first replica's is `device`."""
@@ -98,20 +104,21 @@ class LossOnOutput(nn.Module):
         super().__init__()
         self.spread, self.criterion = spread, criterion
         self.output_device, self.share_elsewhere = strategy.output_device, strategy.share_elsewhere
-        self.bytes_moved = 0  # by a batch, other than what the model's size says
+        self.bytes_out = self.bytes_back = 0  # from and to the first device, besides the model's own
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         outputs = self.spread(images)
-        if not self.bytes_moved:
-            self.bytes_moved = self._count(images, targets, outputs)
+        if not self.bytes_out:
+            self._count(images, targets, outputs)
         loss = self.criterion(outputs, targets.to(self.output_device, non_blocking=True))
         return loss.to(images.device)
 
-    def _count(self, images: Tensor, targets: Tensor, outputs: Tensor) -> int:
+    def _count(self, images: Tensor, targets: Tensor, outputs: Tensor) -> None:
         """Images out, targets to where the loss is taken, outputs there and their gradients back."""
         size, to_loss = len(images), targets.nbytes if self.output_device != images.device else 0
-        out = images.nbytes * self.share_elsewhere(size, images.device)
-        return round(out + to_loss + 2 * outputs.nbytes * self.share_elsewhere(size, self.output_device))
+        gathered = round(outputs.nbytes * self.share_elsewhere(size, self.output_device))
+        self.bytes_out = round(images.nbytes * self.share_elsewhere(size, images.device)) + to_loss + gathered
+        self.bytes_back = gathered
 
 
 class LossInReplicas(nn.Module):
@@ -121,14 +128,14 @@ class LossInReplicas(nn.Module):
         super().__init__()
         self.spread = spread
         self.chunk_sizes, self.share_elsewhere = strategy.chunk_sizes, strategy.share_elsewhere
-        self.bytes_moved = 0  # by a batch, other than what the model's size says
+        self.bytes_out = self.bytes_back = 0  # from and to the first device, besides the model's own
         self._weights: dict[int, Tensor] = {}  # by batch size; kept, because making them waits for the device
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         losses, size = self.spread(images, targets), len(images)
         if size not in self._weights:
             self._weights[size] = torch.tensor(self.chunk_sizes(size), dtype=losses.dtype, device=losses.device)
-            self.bytes_moved = round((images.nbytes + targets.nbytes) * self.share_elsewhere(size, images.device))
+            self.bytes_out = round((images.nbytes + targets.nbytes) * self.share_elsewhere(size, images.device))
         return (torch.dot(losses.view(-1), self._weights[size]) / size).to(images.device)
 
 

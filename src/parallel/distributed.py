@@ -19,9 +19,9 @@ from src.engine.machine.ranks import Ranks
 from src.parallel.compressed import Sent, compress
 from src.parallel.forward import ModelAndLoss
 from src.parallel.packing import as_bytes, pack, unpack
+from src.parallel.reducer import Communicated, TimedParallel, communicated, per_step
 from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
-from src.parallel.unused import NamingParallel
 from src.schema import ResolvedParallel
 
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -50,6 +50,7 @@ class Distributed(Single):
             device_id=self.device if config.backend == "nccl" else None,
         )
         self._sent: Sent | None = None
+        self._at_warm = Communicated()  # when the timed steps began
         own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
         self.stopping = Stopping(ranks.rank, ranks.world_size, own)
 
@@ -72,11 +73,11 @@ class Distributed(Single):
             options = {"forward_sync_buffers" if k == "broadcast_buffers" else k: v for k, v in options.items()}
         if self.device.type == "cuda":
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
-        wrapped = NamingParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
+        wrapped = TimedParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
         if self.config.comm_hook is not None:
             self._sent = Sent(self.config.comm_hook)
             wrapped.register_comm_hook(self._sent, compress)
-        wrapped._set_ddp_runtime_logging_sample_rate(10)  # type: ignore[operator]  # steps; feeds `communication`
+        wrapped.sample_every(1 if self.device.type == "cpu" else 10)  # on a GPU a sample waits for the step before
         return wrapped
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
@@ -148,18 +149,34 @@ class Distributed(Single):
         self.stopping.close()
         dist.destroy_process_group()
 
-    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
-        """Gradient bytes, which are all-reduced once per step; times as torch's reducer samples them (milliseconds, mean)."""
-        assert isinstance(wrapped, DistributedDataParallel)
-        size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    @property
+    def communication_method(self) -> str:
+        if self.world_size == 1:
+            return super().communication_method
+        steps = "every step" if self.device.type == "cpu" else "every tenth step"
+        return f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
+
+    def window_opens(self, wrapped: nn.Module) -> None:
+        if isinstance(wrapped, TimedParallel):
+            self._at_warm = communicated(wrapped)
+
+    def communication_seconds(self, wrapped: nn.Module) -> tuple[float, float] | None:
+        if self.world_size == 1:
+            return 0.0, 0.0
+        if not isinstance(wrapped, TimedParallel):
+            return None
+        return per_step(self._at_warm, communicated(wrapped), self.device.type == "cpu")
+
+    def communication_bytes(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> tuple[int, int]:
+        """The gradients, all-reduced once per step in a ring: every rank sends 2 (n - 1) / n of them. Buffers once.
+
+        Micro-batches but the last send nothing: their gradients add up at home. Ring: Patarasuk and Yuan 2009,
+        doi:10.1016/j.jpdc.2008.09.002.
+        """
+        others = self.world_size - 1
+        gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         if self._sent is not None:
-            size = self._sent.bytes_per_step
-        stats = wrapped._get_ddp_logging_data()  # type: ignore[operator]
-        total, hidden = stats.get("avg_backward_comm_time"), stats.get("avg_backward_compute_comm_overlap_time")
-        if not total:
-            return {"bytes_per_step": size, "ms_per_step": None, "exposed_ms_per_step": None}
-        return {
-            "bytes_per_step": size,
-            "ms_per_step": total / 1e6,
-            "exposed_ms_per_step": max(0.0, total - (hidden or 0)) / 1e6,
-        }
+            gradients = self._sent.bytes_per_step
+        shared = getattr(wrapped, "forward_sync_buffers", getattr(wrapped, "broadcast_buffers", False))
+        buffers = sum(buffer.nbytes for buffer in model.buffers()) if shared and others else 0
+        return gradients if others else 0, 2 * others * gradients // self.world_size + buffers

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from src.engine.machine.gpu_state import GpuStates
 from src.engine.machine.hardware import visible_cuda_devices
 from src.engine.machine.nvidia import Utilisation
 from src.engine.machine.platform import peak_memory
@@ -45,11 +46,13 @@ class Single:
         self.device = self.devices[0]
         self.stopping = Stopping()
         self._utilisation: Utilisation | None = None
+        self._states: GpuStates | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.benchmark = True  # batches keep their shape, so each kernel is chosen once
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
             self._utilisation = Utilisation([uuids.get(device.index) for device in self.devices])
+            self._states = GpuStates([uuids[d.index] for d in self.devices if uuids.get(d.index)])
 
     @property
     def is_first(self) -> bool:
@@ -146,9 +149,16 @@ class Single:
         return hashes[0], len(set(hashes)) == 1
 
     def sample_utilisation(self) -> None:
-        """Look once at how busy this process's devices are; `memory` gives the means."""
+        """Look once at how busy and how hot this process's devices are, for `memory` and `gpu_states`."""
         if self._utilisation is not None:
             self._utilisation.sample()
+        if self._states is not None:
+            self._states.sample()
+
+    def gpu_states(self) -> list[dict[str, Any]]:
+        """How hot all GPUs of the job got, and what slowed them down; see GpuStates."""
+        own = [] if self._states is None else self._states.found()
+        return [state for states in self.gather(own) for state in states]
 
     def memory(self) -> list[dict[str, Any]]:
         """Peak bytes of every device of the job. A CPU device is a process: its resident memory, libraries included."""
@@ -168,9 +178,21 @@ class Single:
             for (rank, entry), name in zip(entries, names, strict=True)
         ]
 
-    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
-        """Bytes that cross device borders per step of `accumulate` batches, and milliseconds where they can be measured."""
-        return {"bytes_per_step": 0, "ms_per_step": 0.0, "exposed_ms_per_step": 0.0}
+    @property
+    def communication_method(self) -> str:
+        """How `communication_seconds` is measured."""
+        return "one device: none"
+
+    def window_opens(self, wrapped: nn.Module) -> None:
+        """The steps that count in `communication_seconds` begin."""
+
+    def communication_seconds(self, wrapped: nn.Module) -> tuple[float, float] | None:
+        """Of this rank per step: (all communication, the part that computing does not hide). None: not known."""
+        return 0.0, 0.0
+
+    def communication_bytes(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> tuple[int, int]:
+        """Per step of `accumulate` batches: (what devices exchange, what crosses the busiest link in its busier direction)."""
+        return 0, 0
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
         """How many images of a global batch each device gets."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
 from src.engine.record.meter import Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
+from src.parallel.clock import DeviceClock
 from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timms
@@ -59,9 +62,9 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
             f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches"
         )
     check_metric(config.checkpoint.metric, len(images.class_names))
-    total_steps = config.train.epochs * steps_per_epoch
+    total_steps = min(config.train.epochs * steps_per_epoch, config.train.max_steps or sys.maxsize)
     num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
-    meter = Meter(config.global_batch * config.train.accumulate, strategy.device.type == "cpu")
+    state = _build_state(config, model, strategy, autocast, steps_per_epoch)
     return Run(
         config=config,
         strategy=strategy,
@@ -69,12 +72,21 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         preprocessing=preprocessing,
         train=train,
         evaluation=evaluation,
-        state=_build_state(config, model, strategy, autocast, steps_per_epoch),
+        state=state,
         mixing=build_mixing(config.data.augment, config.train.smoothing, num_classes, config.seed, strategy.rank),
-        moments=Moments(meter, strategy.stopping),
+        moments=Moments(_build_meter(config, strategy, state, total_steps), strategy.stopping),
         autocast=autocast,
         steps_per_epoch=steps_per_epoch,
-        total_steps=min(total_steps, config.train.max_steps or total_steps),
+        total_steps=total_steps,
+    )
+
+
+def _build_meter(config: ResolvedConfig, strategy: Single, state: TrainState, total_steps: int) -> Meter:
+    return Meter(
+        config.global_batch * config.train.accumulate,
+        total_steps,
+        None if strategy.device.type == "cpu" else DeviceClock(strategy.device),
+        window_opens=partial(strategy.window_opens, state.wrapped),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
-from src.engine.machine.pulse import SAVING
+from src.engine.machine.pulse import EVALUATING, SAVING
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped, stop_handler
 from src.engine.record.console import Console, print_config
@@ -135,13 +135,12 @@ class Training:
             due = (every is not None and report.step % every == 0) or self.minutes_are_over()
             if due and progress.step_in_epoch < run.steps_per_epoch:
                 self.save(is_best=False)
-        run.moments.epoch_ends()
         if self.strategy.stopping.is_due(progress.step) and progress.step_in_epoch < run.steps_per_epoch:
             self.stop()
 
     def step_numbers(self, report: StepReport) -> dict[str, float | None]:
         meter = self.run.moments.meter
-        speed = meter.recent(self.config.train.log_every)
+        speed = meter.recent()
         return {
             "train/loss": report.loss,
             "lr": report.lr,
@@ -165,7 +164,8 @@ class Training:
         last = progress.step >= run.total_steps
         is_best = False
         if last or (train.evaluate_every and (progress.epoch + 1) % train.evaluate_every == 0):
-            is_best = self.evaluate("val", ended, may_stop=True)
+            with run.moments.aside(EVALUATING):
+                is_best = self.evaluate("val", ended, may_stop=True)
         run.train_loss = progress.loss_sum / max(1, progress.loss_steps)
         progress.begin_epoch()
         self.recorder.memory(progress.step, ended, self.strategy.memory())

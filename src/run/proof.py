@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import shlex
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from src.engine.machine.process import process_started_at
 from src.engine.machine.ranks import host_name
@@ -18,6 +22,7 @@ from src.engine.record.console import banner
 from src.engine.record.result import Result
 from src.models.build import count_parameters
 from src.run.build import Run
+from src.run.figures import figures
 from src.schema import ResolvedConfig
 
 log = logging.getLogger(__name__)
@@ -87,7 +92,6 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
     digest, equal = strategy.parameters_hash(run.state.model)
     if not equal:
         raise RuntimeError("the ranks end with different parameters: gradients were not synchronised")
-    cpu = strategy.gather(meter.cpu_seconds_per_second())
     state_bytes = strategy.gather(_state_bytes(run.state.optimizer))
     result = Result(
         status="done",
@@ -112,11 +116,10 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
         train={"loss": run.train_loss},
         val=run.numbers["val"],
         test=run.numbers.get("test", {}),
-        throughput=meter.throughput(),
+        **figures(run),
         memory=strategy.memory(),
-        cpu={"seconds_per_second": None if None in cpu else sum(cpu)},
-        data_wait=meter.data_wait(),
-        communication=strategy.communication(run.state.model, run.state.wrapped, config.train.accumulate),
+        started=datetime.fromtimestamp(_started()).astimezone().isoformat(timespec="seconds"),
+        commit=_commit(folder),
         seconds=_seconds(meter.first_step_at),
         parameters_hash=digest,
         checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
@@ -124,7 +127,7 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
             "parameters_hash_start": proof.parameters_hash,
             "hashes_equal": equal,
             "chunk_sizes": strategy.chunk_sizes(config.global_batch),
-            "optimizers": strategy.world_size,
+            "optimizers": sum(strategy.gather(_count_optimizers())),
             "optimizer_state_bytes": state_bytes,
             "files_per_rank": dict(enumerate(strategy.gather(_open_files(folder)))),
             **_count_indices(run),
@@ -180,16 +183,27 @@ def _skipped(run: Run) -> dict[str, int]:
     return counts
 
 
-def _count_indices(run: Run) -> dict[str, Any]:
-    """Counted, not computed: the indices that all ranks read in one epoch."""
-    shard = run.train.requests.shard
-    shards = run.strategy.gather(shard.shard().tolist())
-    seen = [index for indices in shards for index in indices]
+def _count_indices(run: Run) -> dict[str, int | None]:
+    """Counted by the loaders of all ranks: the indices read in the last whole epoch, else in the newest. Collective."""
+    train, strategy = run.train, run.strategy
+    whole = all(strategy.gather(train.reads_of_whole is not None))
+    reads = train.reads_of_whole if whole else train.reads
+    if reads is None or not all(strategy.gather(reads is not None)):  # resumed at its end: nothing was read
+        return {"indices_seen": None, "indices_distinct": None, "indices_expected": None}
+    counts = strategy.sum(torch.from_numpy(reads).to(strategy.device, torch.int32))
+    shard = train.requests.shard
     return {
-        "indices_seen": len(seen),
-        "indices_distinct": len(set(seen)),
-        "indices_expected": shard.batches_per_epoch * shard.batch_size,
+        "indices_seen": int(counts.sum()),
+        "indices_distinct": int(counts.count_nonzero()),
+        "indices_expected": shard.batches_per_epoch * shard.batch_size if whole else None,
     }
+
+
+def _count_optimizers() -> int:
+    """Those of this process that hold state. One that wraps another one (timm's lookahead) shares its parameter groups."""
+    kinds = torch.optim.Optimizer
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), kinds))
+    return len({id(optimizer.param_groups) for optimizer in found if optimizer.state})
 
 
 def _open_files(folder: Path) -> int:
@@ -208,12 +222,24 @@ def _state_bytes(optimizer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
 
+def _started() -> float:
+    """When the command began, as time.time() counts."""
+    started = float(os.environ.get("RUN_STARTED_AT", 0))
+    return started or process_started_at(os.getppid())  # torchrun: its start is the parent's
+
+
 def _seconds(first_step_at: float | None) -> dict[str, float | None]:
     """From the command to the first step's end, and to now."""
-    started = float(os.environ.get("RUN_STARTED_AT", 0)) or None
-    if started is None:  # torchrun: its start is the parent's
-        started = process_started_at(os.getppid())
+    started = _started()
     return {
         "start_to_first_step": None if first_step_at is None else first_step_at - started,
         "total": time.time() - started,
     }
+
+
+def _commit(folder: Path) -> str | None:
+    """Of the code, as the run's environment.json has it; ranks of other nodes may not see that file."""
+    try:
+        return json.loads((folder / "environment.json").read_text(encoding="utf-8"))["commit"]  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError):
+        return None

@@ -57,6 +57,3 @@ class Moments:
             yield
         finally:
             self.meter.resume()
-
-    def epoch_ends(self) -> None:
-        self.meter.epoch_ends()

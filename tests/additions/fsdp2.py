@@ -56,7 +56,7 @@ class FullyShard(Distributed):
             return tensor
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
-    def communication(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> dict[str, Any]:
+    def communication_bytes(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> tuple[int, int]:
         """Parameters gathered in the forward and the backward pass, gradients scattered: three times their bytes."""
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        return {"bytes_per_step": 3 * size * accumulate, "ms_per_step": None, "exposed_ms_per_step": None}
+        return 3 * size * accumulate, 3 * size * accumulate * (self.world_size - 1) // self.world_size

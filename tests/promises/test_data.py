@@ -246,13 +246,13 @@ def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path
             return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
 
     training, evaluation = (Reader(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
-    _, labels, unreadable = training.__getitems__(Request(0, np.arange(6)))
+    _, labels, unreadable = training.read(Request(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 20, 30, 0, 0]
     assert sorted(set(unreadable)) == [1, 4, 5]
-    images, labels, unreadable = evaluation.__getitems__(Request(0, np.arange(6)))
+    images, labels, unreadable = evaluation.read(Request(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 30] and len(images) == 3
     assert unreadable == [1, 4, 5]
-    _, labels, unreadable = evaluation.__getitems__(Request(0, np.array([4, 5])))
+    _, labels, unreadable = evaluation.read(Request(0, np.array([4, 5])))
     assert len(labels) == 0 and unreadable == [4, 5]
 
 
@@ -265,7 +265,7 @@ def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
             raise UnreadableImageError("damaged")
 
     with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 unreadable images in a row"):
-        Reader(Split(), 99, None, 0, "skip", 1000).__getitems__(Request(0, np.array([7])))
+        Reader(Split(), 99, None, 0, "skip", 1000).read(Request(0, np.array([7])))
 
 
 def test_a_mistake_in_the_code_is_never_skipped() -> None:
@@ -277,7 +277,7 @@ def test_a_mistake_in_the_code_is_never_skipped() -> None:
             raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
-        Reader(Split(), 99, None, 0, "skip", 3).__getitems__(Request(0, np.array([0])))
+        Reader(Split(), 99, None, 0, "skip", 3).read(Request(0, np.array([0])))
 
 
 @pytest.mark.slow

@@ -74,14 +74,14 @@ def train(
         inner = model.head.forward
         stops = StopsAt(nn.Identity(), training, stop_at)
         model.head.forward = lambda features: inner(stops.train(model.training)(features))  # type: ignore[method-assign, assignment, operator]
-    fetch = type(reader).__getitems__
+    fetch = type(reader).read
 
     def spy(request: Any) -> Any:
         read.extend((request.epoch, index) for index in request.indices.tolist())
         return fetch(reader, request)
 
     if training.config.data.workers != 2:  # a spy cannot be sent to loader workers
-        reader.__getitems__ = spy  # type: ignore[method-assign]
+        reader.read = spy  # type: ignore[method-assign]
     training.show_images = lambda: None  # type: ignore[method-assign]  # it looks at the first batch, aside
     try:
         training.train()

@@ -1,117 +1,166 @@
-"""Throughput, data wait, processor use: what a run costs, measured without waiting for the device.
+"""Throughput, and what a step is made of, measured without waiting for the device.
 
-An interval lies between two synchronisations; on a CPU every step is one. The first ones warm up caches, allocators and
-compilers, and are left out.
+The window opens at the end of the warm-up (caches, allocators, compilers, buckets) and ends with the last step. All of
+training is in it, waiting for data and logging too; evaluation and saving are out of it. Its ends, and those of the
+intervals in it, are moments at which the device is known to be done: on a CPU every step's end, on a GPU a boundary's.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from array import array
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import psutil
+from src.engine.machine.usage import Usage
 
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 10
+
+
+class Clock(Protocol):
+    """A device that works on while its process asks for more."""
+
+    def wait(self) -> None:
+        """Until it has done all that was asked of it. Called twice in a run: after the first step, and at the window's start."""
+
+    def step_ends(self) -> None:
+        """All of a step has been asked of it."""
+
+    def is_idle(self) -> bool:
+        """Whether it has done the last step."""
+
+
+def warm_up_steps(steps: int) -> int:
+    """Of a run (or the rest of one) of so many steps: the first ten, of a short one the first quarter."""
+    return min(WARM_UP_STEPS, max(1, steps // 4))
 
 
 class Meter:
-    """Times the training steps of one rank; evaluation and saving stand outside, between `pause` and `resume`."""
+    """Times the training steps of one rank; evaluation and saving stand between `pause` and `resume`."""
 
-    def __init__(self, images_per_step: int, steps_are_synchronous: bool) -> None:
-        """`images_per_step`: over all devices and accumulated batches. `steps_are_synchronous`: true on CPU."""
-        self.images_per_step = images_per_step
-        self._synchronous = steps_are_synchronous
-        self._seconds = array("d")  # of each timed interval; 12 bytes a step, so that memory stays flat
+    def __init__(
+        self, images_per_step: int, steps: int, clock: Clock | None = None, window_opens: Callable[[], object] = int
+    ) -> None:
+        """`images_per_step`: over all devices and accumulated batches. `steps`: those to come. `clock`: None on a CPU."""
+        self.images_per_step, self._warm_up = images_per_step, warm_up_steps(steps)
+        self._clock, self._window_opens = clock, window_opens
+        self._seconds = array("d")  # of each interval in the window; 12 bytes a step, so that memory stays flat
         self._steps = array("I")
-        self._open_steps = self._steps_seen = 0
-        self._wait = self._wait_timed = 0.0
-        self._mark = self._fetch_from = self._paused_at = time.perf_counter()
-        self._epoch_from = self._epoch_seconds = 0.0
-        self._cpu_from = self._cpu = 0.0
+        self._steps_seen = self._open_steps = 0
+        self._mark = self._fetch_from = self._paused_at = time.perf_counter()  # `_mark`: the open interval's start
+        self._wait = self._between = 0.0  # of the open interval
+        self._was_idle = self._is_between = True
+        self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = 0, 0.0, 0.0, 0.0
+        self._boundaries = ((0, 0.0), (0, 0.0))  # (steps, seconds) timed up to the last two
+        self.usage = Usage()  # over the window
         self.first_step_at: float | None = None  # time.time()
 
     def epoch_begins(self) -> None:
-        self._cpu_from = _cpu_seconds()
-        self._epoch_from = self._mark = time.perf_counter()
-
-    def epoch_ends(self) -> None:
-        self._cpu += _cpu_seconds() - self._cpu_from
-        self._epoch_seconds += time.perf_counter() - self._epoch_from
+        if self._steps_seen == 0:
+            self._mark = time.perf_counter()
 
     def pause(self) -> None:
-        """What happens from here to `resume` is not training; called between two steps, or outside an epoch."""
+        """What happens from here to `resume` is not training. Called between two steps."""
         self._paused_at = time.perf_counter()
+        if self._is_open:
+            self.usage.end()
 
     def resume(self) -> None:
+        if self._is_open:
+            self.usage.begin()
         self._mark += time.perf_counter() - self._paused_at
+
+    @property
+    def _is_open(self) -> bool:
+        return self._steps_seen >= self._warm_up
 
     def fetch_begins(self) -> None:
         self._fetch_from = time.perf_counter()
+        if self._is_between:
+            self._between, self._is_between = self._fetch_from - self._mark, False
+        self._was_idle = self._clock is None or self._clock.is_idle()
 
     def fetch_ends(self) -> None:
-        self._wait += time.perf_counter() - self._fetch_from
+        """Waiting for data counts while the device has nothing else to do: half of it, where that began meanwhile."""
+        if self._was_idle:
+            self._wait += time.perf_counter() - self._fetch_from
+        elif self._clock is not None and self._clock.is_idle():
+            self._wait += (time.perf_counter() - self._fetch_from) / 2
 
     def step_ends(self) -> None:
         self._open_steps += 1
-        if self._synchronous:
+        if self._clock is None:
+            self._close_interval()
+            return
+        self._clock.step_ends()
+        steps = self._steps_seen + self._open_steps
+        if self.first_step_at is None or steps == self._warm_up:
+            self._clock.wait()
             self._close_interval()
 
     def synchronised(self) -> None:
-        """The device has done all that was asked of it."""
+        """The device has done all that was asked of it: a boundary."""
         if self._open_steps:
             self._close_interval()
+        if self.steps_timed:
+            self._boundaries = (self._boundaries[1], (self.steps_timed, self.seconds_timed))
 
     def _close_interval(self) -> None:
         now = time.perf_counter()
+        self._steps_seen += self._open_steps
         if self.first_step_at is None:
             self.first_step_at = time.time()
-        if self._steps_seen >= WARM_UP_STEPS:
+        if self._steps_seen > self._warm_up:
             self._seconds.append(now - self._mark)
             self._steps.append(self._open_steps)
-            self._wait_timed += self._wait
-        self._steps_seen += self._open_steps
-        self._mark, self._open_steps, self._wait = now, 0, 0.0
+            self.steps_timed += self._open_steps
+            self.seconds_timed += now - self._mark
+            self.data_seconds += self._wait
+            self.other_seconds += self._between
+        elif self._steps_seen == self._warm_up:
+            self._window_opens()
+            self.usage.begin()
+            now = time.perf_counter()
+        self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
-    def recent(self, steps: int) -> float | None:
-        """Images per second over about the last `steps` steps; None while warming up."""
-        seconds, counted, index = 0.0, 0, len(self._steps)
-        while index and counted < steps:
-            index -= 1
-            seconds, counted = seconds + self._seconds[index], counted + self._steps[index]
-        return self.images_per_step * counted / seconds if seconds else None
+    def recent(self) -> float | None:
+        """Images per second between the last two boundaries; None while warming up."""
+        (first, since), (last, until) = self._boundaries
+        return self.images_per_step * (last - first) / (until - since) if last > first else None
 
     def throughput(self) -> dict[str, Any]:
-        """images_per_sec: median over the timed steps; spread: interquartile range over median."""
-        step_ms = sorted(1000 * seconds / steps for seconds, steps in zip(self._seconds, self._steps, strict=True))
-        if not step_ms:
-            return {"images_per_sec": None, "spread": None, "step_ms": None, "steps_timed": 0}
-        median = statistics.median(step_ms)
-        quarters = statistics.quantiles(step_ms, n=4) if len(step_ms) > 1 else [median] * 3
+        """As result.json has it; see src/engine/record/result.py."""
+        rate, step_ms = self.images_per_step, [1000 * s / n for s, n in zip(self._seconds, self._steps, strict=True)]
+        known = self.seconds_timed > 0
         return {
-            "images_per_sec": 1000 * self.images_per_step / median,
-            "spread": (quarters[2] - quarters[0]) / median,
-            "step_ms": median,
-            "steps_timed": sum(self._steps),
+            "images_per_sec": rate * self.steps_timed / self.seconds_timed if known else None,
+            "step_ms": weighted_quantile(step_ms, self._steps, 0.5),
+            "step_ms_p95": weighted_quantile(step_ms, self._steps, 0.95),
+            "steps_timed": self.steps_timed,
+            "seconds_timed": self.seconds_timed,
+            "halves": [rate * n / s if s else None for n, s in self._halves()],
         }
 
+    def _halves(self) -> list[tuple[int, float]]:
+        """(steps, seconds) of the window's first half and of its second, cut between two intervals."""
+        first = seconds = 0.0
+        for duration, steps in zip(self._seconds, self._steps, strict=True):
+            if 2 * first + steps > self.steps_timed:  # the middle lies in its first half
+                break
+            first, seconds = first + steps, seconds + duration
+        return [(int(first), seconds), (self.steps_timed - int(first), self.seconds_timed - seconds)]
+
     def data_wait(self) -> float | None:
-        """Share of the timed steps spent waiting for data."""
-        return self._wait_timed / sum(self._seconds) if self._seconds else None
-
-    def cpu_seconds_per_second(self) -> float | None:
-        """Processor seconds of this rank and its loader workers per second of training."""
-        return self._cpu / self._epoch_seconds if self._epoch_seconds else None
+        """Share of the window spent waiting for data."""
+        return self.data_seconds / self.seconds_timed if self.seconds_timed else None
 
 
-def _cpu_seconds() -> float:
-    total = 0.0
-    own = psutil.Process()
-    for process in [own, *own.children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:  # it has ended meanwhile
-            continue
-        total += times.user + times.system
-    return total
+def weighted_quantile(values: list[float], weights: array[int], share: float) -> float | None:
+    """The smallest value that at least `share` of all weight does not exceed: an interval of ten steps counts ten times."""
+    wanted, passed = share * sum(weights), 0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        passed += weight
+        if passed >= wanted or math.isclose(passed, wanted):
+            return value
+    return None

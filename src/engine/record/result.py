@@ -20,7 +20,33 @@ STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interru
 
 @dataclass
 class Result:
-    """`result.json`: the one interface between a job and whoever asked for it. Times in seconds, memory in bytes."""
+    """`result.json`: the one interface between a job and whoever asked for it.
+
+    Times are seconds unless their name ends in `_ms`, memory is bytes; what is not known is null. All that is timed is
+    of one window of this process: from the end of the warm-up (10 steps, of a short run a quarter) to the end of the
+    last step, waiting for data and logging in it, evaluation and saving out of it. A step is one optimizer step.
+
+    - `throughput`: `images_per_sec` = images of all devices over seconds of the window; `step_ms` (median) and
+      `step_ms_p95` over the steps; `steps_timed`, `seconds_timed`; `halves`: images_per_sec of the first half of the
+      steps and of the second.
+    - `step`: what a mean step of rank 0 is made of. `data_ms` waiting for a batch (on a GPU: while it had nothing to
+      do), `communication_ms` waiting for gradients and buffers of other ranks, `other_ms` between two steps (logging),
+      `compute_ms` all else. They add up to seconds_timed / steps_timed.
+    - `ranks`, one entry per rank: `rank`, `host`, `device`, `data_ms`, `compute_ms` (without waiting for other ranks, as
+      far as that can be told), `step_ms`.
+    - `communication`, per step: `bytes_per_step` (dp: all that moves; ddp: the gradients that are
+      all-reduced), `bytes_busiest_link` over the busiest link in its
+      busier direction (dp: its first device's; ddp: a link of the ring); `ms_per_step` from the first bucket's start to
+      the last one's end, broadcast of buffers included, and `exposed_ms_per_step` the part of it that no computing
+      hides, of the rank that waited least; `method` names where the times come from. 0 on one device.
+    - `cpu`: `seconds_per_second`, processor seconds of all ranks and their loader workers per second of the window.
+    - `guard`: `load` processors that other programs kept busy on rank 0's host, on average (not the load average,
+      which still holds the job before); `own` those that this run did; `cores` that it may use; `steal` share of all
+      processors' time that a hypervisor gave to others; `cpu_per_thread` processor seconds per second in which a thread
+      was ready to run, of the rank that got least; `halves_ratio` second half over first; `temperature` (Celsius, the
+      highest) and `clocks` (`sm_mhz` the lowest, `sm_mhz_max`, `slowed_by`), an entry per GPU.
+    - `flags`: why its figures may be disturbed, a short sentence each.
+    """
 
     status: str
     reason: str = ""
@@ -49,9 +75,15 @@ class Result:
     throughput: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)
     cpu: dict[str, Any] = field(default_factory=dict)
-    data_wait: float | None = None  # share of the timed steps spent waiting for data
+    data_wait: float | None = None  # share of the window spent waiting for data
+    step: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     communication: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
     neighbours: int = 0  # other jobs that ran beside it on this machine; then its speed says little
+    started: str | None = None  # ISO time of the command
+    commit: str | None = None  # of the code
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
     parameters_hash: str | None = None

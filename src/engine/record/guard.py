@@ -1,0 +1,51 @@
+"""What may have disturbed a measurement: other programs, a hypervisor, too few processors, heat, drift within the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from src.engine.machine import hardware
+
+OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # from here on a figure is flagged; see `flags`
+FEWEST_STEPS = 20  # before the halves of a run are held against each other
+
+
+def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:
+    """As result.json has it. `ranks`: of every rank its `host` and the fields of its Usage, rank 0 first.
+
+    Load and steal are those of the first rank's host, `gpus` as GpuStates found them.
+    """
+    first, halves = ranks[0], throughput["halves"]
+    wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
+    shares = [rank["ran"] / (rank["ran"] + rank["queued"]) for rank in ranks if rank["ran"]]
+    return {
+        "load": max(0.0, first["busy"] - own) / wall if wall else None,
+        "own": own / wall if wall else None,
+        "cores": hardware.cores(),
+        "steal": first["stolen"] / first["all"] if first["all"] else None,
+        "cpu_per_thread": min(shares, default=None),
+        "halves_ratio": halves[1] / halves[0] if halves[0] and halves[1] else None,
+        "temperature": [gpu["celsius"] for gpu in gpus] or None,
+        "clocks": [{key: gpu[key] for key in ("sm_mhz", "sm_mhz_max", "slowed_by")} for gpu in gpus] or None,
+    }
+
+
+def flags(found: dict[str, Any], steps_timed: int) -> list[str]:
+    """Why a figure may be disturbed, a short sentence each; empty where nothing speaks against it."""
+    load, own, cores, steal, share = (found[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread"))
+    said = []
+    crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
+    if crowded:
+        said.append(f"other programs kept {load:.1f} of {cores} processors busy")
+    if steal is not None and steal >= STEAL:
+        said.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
+    by_itself = own is not None and own >= 0.9 * cores and not crowded  # more threads and workers than processors
+    if share is not None and share < STARVED and not by_itself:
+        said.append(f"its threads got {share:.0%} of the processor time that they were ready to use")
+    ratio = found["halves_ratio"]
+    if ratio is not None and steps_timed >= FEWEST_STEPS and not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
+        said.append(f"the second half of its steps ran at {ratio:.2f} times the speed of the first")
+    for number, clock in enumerate(found["clocks"] or []):
+        if clock["slowed_by"]:
+            said.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")
+    return said
