@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         shutil.which("slurmctld") is None or os.geteuid() != 0,
         reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster of its own",
@@ -51,7 +51,9 @@ class Jobs:
 
     def submit(self, name: str, *words: str) -> Path:
         folder = self.train.base / name
-        done = self.train.start(*SLURM, f"hydra.run.dir={folder}", *words, environment=self.environment).finish()
+        done = self.train.start(
+            *SLURM, f"hydra.run.dir={folder}", *words, environment=self.environment, timeout=200
+        ).finish()
         assert done.returncode == 0, done.output
         return folder
 
@@ -79,7 +81,7 @@ class Jobs:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def wait_for_steps(self, folder: Path, more_than: int = 0) -> None:
-        self.wait(lambda: self.steps(folder) > more_than, 90, folder)
+        self.wait(lambda: self.steps(folder) > more_than, 150, folder)
 
     def left(self, folder: Path) -> list[str]:
         words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
@@ -102,14 +104,14 @@ def numbers(folder: Path) -> tuple[Any, ...]:
 
 
 def test_a_job_on_two_nodes_has_the_numbers_of_one_machine(jobs: Jobs, train: Train) -> None:
-    done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment).finish()
+    done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment, timeout=200).finish()
     assert done.returncode == 0, done.output
     assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
     here = train("parallel=ddp", "parallel.devices=2", folder=train.base / "here")
     assert numbers(done.folder) == numbers(here.folder)
     tasks = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "train.py", "parallel=ddp"]
     plain = train.start_command(
-        [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")], train.base / "plain", jobs.environment
+        [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")], train.base / "plain", jobs.environment, timeout=200
     ).finish()
     assert plain.returncode == 0, plain.output
     assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], numbers(here.folder))
@@ -143,12 +145,12 @@ def test_two_jobs_go_on_in_their_own_folders_whatever_happens_to_them(jobs: Jobs
 def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: Train) -> None:
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
-    refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
+    refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment, timeout=200).finish()
     assert refused.returncode == 2 and "it belongs to job" in refused.stderr, refused.output
     jobs.slurm("scancel", (folder / "job.id").read_text().strip())
     jobs.wait(lambda: jobs.state(folder) == "", 30, folder)
     jobs.wait(lambda: not jobs.left(folder), 10, folder)
     assert read_result(folder).status == "interrupted"
-    done = train.start(*SLURM, "cluster.partition=nowhere", environment=jobs.environment).finish()
+    done = train.start(*SLURM, "cluster.partition=nowhere", environment=jobs.environment, timeout=200).finish()
     assert done.returncode == 2 and "invalid partition" in done.stderr.lower(), done.output
     assert len(done.stderr.splitlines()) == 1 and not done.folder.exists()
