@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := -n logical --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock clean
+.PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock schema fork clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ lock: $(VENV)/development ## requirements.lock anew from requirements.txt: every
 	$(BIN)/uv pip compile requirements.txt --output-file requirements.lock --quiet --upgrade --universal \
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 		--custom-compile-command "make lock"
+
+schema: $(VENV)/runtime ## conf/schema.json anew, for editors, after src/schema.py has changed
+	$(BIN)/python scripts/maintain/schema.py
+
+fork: ## this clone becomes your project (NAME=my_project HOLDER="Ada Example" DROP_DEMO=1)
+	$(PYTHON) scripts/maintain/fork.py "$(NAME)" $(if $(HOLDER),--holder "$(HOLDER)") $(if $(DROP_DEMO),--drop-demo)
 
 clean: ## remove the environment and the caches, not the outputs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,33 +1,100 @@
-"""The metrics of a finished run again, from its checkpoint: `python evaluate.py run=<run folder> [split=val|test|all]`.
+"""Metrics by themselves, exact on any number of devices: of a run's checkpoint, or of a model with weights of its own.
 
-Also `checkpoint=best|last|<file>` (default: what result.json names, the newest good one where there is none).
+    python evaluate.py run=<run folder>                                       what it reported, again
+    python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data, on all devices
+    python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/imagenet
+    python evaluate.py -m run=<one>,<another> split=test                      a table
+
+Also split=val|test|all, checkpoint=best|last|<file> (default: what result.json names, the newest good one where there is
+none), and train.py's keys of data, parallel and, without a run, model. -m: commas separate what is compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from src.engine.config.words import one_of, parse_words
+from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import mask
 
 OPTIONS = {"run": None, "split": "all", "checkpoint": None}
+COLUMNS = ("acc", "acc5", "loss", "samples")
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 refused. Prints one JSON line per split, and another for averaged weights."""
+    """Returns the exit code: 0 done, 1 where a row of a table failed, 2 refused. Prints a JSON line per split and weights."""
     try:
-        options = parse_words(arguments, OPTIONS, ("run",), str(__doc__))
-        one_of(options, "split", "val", "test", "all")
-        from src.run.evaluate import evaluate_run
-
-        for split, numbers in evaluate_run(Path(options["run"]), options["split"], options.get("checkpoint")):
-            print(json.dumps({"split": split, **numbers}))
+        if "-m" in arguments or "--multirun" in arguments:
+            return _table([word for word in arguments if word not in ("-m", "--multirun")])
+        own = [word for word in arguments if word.partition("=")[0] in (*OPTIONS, "-h", "--help")]
+        options = parse_words(own, OPTIONS, (), str(__doc__))
+        _evaluate(options, [word for word in arguments if word not in own], arguments)
     except ValueError as error:
         print(f"evaluate.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _evaluate(options: dict[str, str], words: list[str], arguments: list[str]) -> None:
+    one_of(options, "split", "val", "test", "all")
+    from src.data.folders import check_data
+    from src.engine.config.evaluation import evaluation_config
+
+    run = Path(options["run"]) if "run" in options else None
+    if run is None and "checkpoint" in options:
+        raise ValueError(f"checkpoint={options['checkpoint']}: is of a run: give run=<run folder> too")
+    ranks = ranks_from_environment(os.environ)
+    config = evaluation_config(run, words, ranks)
+    check_data(config.data)
+    if config.parallel.has_ranks and ranks is None:
+        from src.engine.launch.again import start_again_as_ranks
+
+        start_again_as_ranks(config.parallel.devices, __file__, arguments)
+    from src.engine.launch.meeting import open_store
+    from src.run.evaluate import evaluate_config
+
+    ranks = ranks or Ranks()
+    store = open_store(ranks) if config.parallel.has_ranks else None
+    for split, numbers in evaluate_config(config, run, options["split"], options.get("checkpoint"), ranks, store):
+        if ranks.is_first:
+            print(json.dumps({"split": split, **numbers}), flush=True)
+
+
+def _table(words: list[str]) -> int:
+    """One process per combination, so that each has its devices for itself; one that fails is a row with its reason."""
+    swept = [re.split(r",(?![^\[{(]*[\]})])", word.partition("=")[2]) for word in words]
+    keys = [word.partition("=")[0] for word in words]
+    varied = [key for key, values in zip(keys, swept, strict=True) if len(values) > 1]
+    rows, code = [["", "split", *COLUMNS]], 0
+    for values in itertools.product(*swept):
+        point = dict(zip(keys, values, strict=True))
+        name = " ".join(f"{key}={point[key]}" for key in varied) or " ".join(words)
+        command = [sys.executable, __file__, *(f"{key}={value}" for key, value in point.items())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            rows.append([name, (done.stderr.strip().splitlines() or ["failed"])[-1]])
+            code = 1
+        else:
+            rows += [_row(name, json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    widths = [max((len(row[i]) for row in rows if len(row) > 2), default=0) for i in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    return code
+
+
+def _row(name: str, numbers: dict[str, Any]) -> list[str]:
+    weights = " (ema)" if numbers.get("weights") == "ema" else ""
+    cells = [numbers.get(column) for column in COLUMNS]
+    shown = ["" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    return [name, f"{numbers['split']}{weights}", *shown]
 
 
 if __name__ == "__main__":

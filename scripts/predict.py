@@ -13,12 +13,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 from src.engine.config.words import one_of, parse_words, whole_number
-from src.engine.machine import hardware
 from src.engine.machine.secrets import mask
 from src.schema import ParallelConfig
 
@@ -34,7 +32,9 @@ def main(arguments: list[str]) -> int:
         options = parse_words(arguments, OPTIONS, ("run", "images"), str(__doc__))
         _check(options)
         if options["parallel"] == "ddp" and "RANK" not in os.environ:
-            _become_torchrun(options, arguments)
+            from src.engine.launch.again import start_again_as_ranks
+
+            start_again_as_ranks(options["devices"], __file__, arguments)
         _predict(options)
     except ValueError as error:
         print(f"predict.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
@@ -53,15 +53,6 @@ def _check(options: dict[str, str]) -> None:
         raise ValueError(f"images={options['images']}: no such file or folder")
     if not (Path(options["run"]) / "config.yaml").is_file():
         raise ValueError(f"run={options['run']}: not a run folder: it has no config.yaml")
-
-
-def _become_torchrun(options: dict[str, str], arguments: list[str]) -> NoReturn:
-    count = options["devices"]
-    if count == "auto":
-        count = str(len(hardware.visible_cuda_devices()) or min(2, hardware.cores()))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
-    os.execv(sys.executable, [sys.executable, *torchrun, __file__, *arguments])
 
 
 def _predict(options: dict[str, str]) -> None:

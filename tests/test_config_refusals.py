@@ -105,7 +105,7 @@ GROUP_OPTIONS = [
     ("optim=sgdd", "optim=sgdd", "sgd"),
     ("data=foldr", "data=foldr", "folder"),
     ("parallel=ddpp", "parallel=ddpp", "ddp"),
-    ("experiment=nope", "experiment=nope", "digits_vit"),
+    ("experiment=compar", "experiment=compar", "compare"),
     ("debug=nope", "debug=nope", "fast", "overfit"),
     ("model=null", "model"),
     ("hydra/launcher=joblib", "hydra/launcher", "joblib"),

@@ -15,6 +15,8 @@ from src.engine.doctor.examine import as_dict, as_text
 from src.engine.doctor.judge import GIB, Finding, advice, judge, judge_tries, strategies_to_try
 from src.engine.doctor.look import Facts
 
+pytestmark = pytest.mark.portable
+
 GPU = {"name": "a GPU", "memory": 80 * GIB}
 RAN = {"devices": 1, "seconds": 5.0}
 

@@ -190,7 +190,12 @@ def test_a_bad_checkpoint_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "run="),
+        ([], "run=<run folder>"),
+        (["model.name=resnet18"], "model.pretrained=true or model.weights"),
+        (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
+        (["model.name=resnet18", "model.pretrained=true", "optim.lr=1"], "optim.lr=1: has no part in an evaluation"),
+        (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: has no part in an evaluation"),
+        (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
         (["run=/nowhere", "split=train"], "allowed: val, test, all"),
@@ -200,3 +205,72 @@ def test_bad_words_are_refused_in_one_line(words: list[str], reason: str, capfd:
     assert entry.main(words) == 2
     err = capfd.readouterr().err
     assert reason in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_run_is_evaluated_in_other_batches(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["correct"] == finished_run.result["test"]["correct"]
+    assert found["loss"] == pytest.approx(finished_run.result["test"]["loss"], rel=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_model_is_evaluated_without_a_run(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    """timm's habit: a model by its name, and weights. The run's own, so that the numbers are known."""
+    weights = finished_run.folder / finished_run.result["checkpoint"]
+    assert entry.main(["model=tiny", f"model.weights={weights}", "data=digits", "split=test"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["correct"] == finished_run.result["test"]["correct"]
+    assert (found["model"], found["world_size"]) == (finished_run.result["model"], 1)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("classes", [10, 3])
+def test_other_classes_are_refused(finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int) -> None:
+    """Labels would mean something else, whether or not their number is the same."""
+    words = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
+    assert entry.main([f"run={finished_run.folder}", *words]) == 2
+    assert "are not the 10 that" in capfd.readouterr().err
+
+
+def test_a_head_for_other_classes_is_refused() -> None:
+    from src.run.evaluate import _check_head
+    from src.schema import Config, ModelConfig
+
+    model = nn.Linear(2, 2)
+    model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
+    _check_head(Config(), model, 1000)
+    _check_head(Config(model=ModelConfig(weights="mine.pt")), model, 10)
+    with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
+        _check_head(Config(), model, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("words", [["parallel=ddp", "parallel.devices=2"], ["parallel=dp", "parallel.devices=2"]])
+def test_every_world_size_counts_the_same(finished_run: Finished, words: list[str]) -> None:
+    command = [sys.executable, "evaluate.py", f"run={finished_run.folder}", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert found["test"]["world_size"] == 2
+    for key in ("correct", "samples", "acc_per_class"):
+        assert found["test"][key] == finished_run.result["test"][key], key
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_table_has_a_row_per_combination(finished_run: Finished, tmp_path: Path) -> None:
+    command = [sys.executable, "evaluate.py", "-m", f"run={finished_run.folder},{tmp_path}", "split=test"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 1, "one row failed"
+    head, good, bad = done.stdout.splitlines()
+    assert head.split() == ["split", "acc", "acc5", "loss", "samples"]
+    assert good.startswith(f"run={finished_run.folder} ") and f"{finished_run.result['test']['acc']:.4f}" in good
+    assert bad.startswith(f"run={tmp_path} ") and "no config.yaml" in bad

@@ -188,3 +188,11 @@ def test_a_parameter_without_a_gradient_is_named_with_the_remedy() -> None:
 
 def test_other_errors_name_no_parameter() -> None:
     assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "task"), [((), "train"), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
+)
+def test_a_preset_names_its_task(words: tuple[str, ...], task: str) -> None:
+    """conf/train.yaml names one too, and must not win over what was chosen."""
+    assert resolved(*words).task_name == task

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = re.compile(r"^([a-z][a-z-]*):(?!=)", re.MULTILINE)
@@ -137,3 +138,13 @@ def test_ci_runs_the_linters_and_the_tests() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     for target in re.findall(r"^make (\S+)", text, re.MULTILINE):
         make("-n", target)
+
+
+def test_the_workflow_runs_what_there_is() -> None:
+    """It has not run yet, so at least its words must be true: scripts, markers, requirements."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert runs == [".ci/run", "python -m pip install -r requirements-dev.txt", "python -m pytest -m portable"]
+    assert '"portable: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert jobs["portable"]["runs-on"] == "${{ matrix.os }}"
+    assert all("timeout-minutes" in job for job in jobs.values())

@@ -22,7 +22,7 @@ COMMAND = re.compile(r"(?:python|torchrun --nproc-per-node \d+) (train|evaluate)
 
 def shown_commands() -> list[str]:
     """Arguments of every train.py command in README.md, docs/ and the comments of conf/."""
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    files = [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
     found = set()
     for path in files:
         text = path.read_text(encoding="utf-8")
@@ -71,6 +71,38 @@ def test_tree_of_the_readme_exists() -> None:
     packages = {path.name for path in (ROOT / "src").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert all(f"{package}/" in tree for package in packages)
     assert {path.name for path in (ROOT / "src").glob("*.py")} - {"__init__.py"} <= shown
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def links_of(text: str) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links_of(page.read_text(encoding="utf-8")):
+        assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    """A screen and a half: what does not fit has its page in docs/."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def test_both_languages_are_in_step() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+    for text in (english, chinese):
+        assert len(links_of(text)) > 8
+    shown = re.compile(r"^(?:make|python|torchrun|tensorboard) .*$", re.MULTILINE)
+    commands = [[line.partition("#")[0].rstrip() for line in shown.findall(text)] for text in (english, chinese)]
+    assert commands[0] == commands[1] and len(commands[0]) > 10
+    headings = [[len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)] for text in (english, chinese)]
+    assert headings[0] == headings[1]
+    assert set(links_of(english)) - {"README.zh-CN.md"} == set(links_of(chinese)) - {"README.md"}
+    trees = [text.split("train.py                 entry")[1].split("```")[0] for text in (english, chinese)]
+    assert trees[0] == trees[1]
 
 
 @pytest.mark.slow

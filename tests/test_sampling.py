@@ -21,6 +21,8 @@ from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Req
 from src.engine.machine.ranks import Ranks
 from src.schema import AugmentConfig, DataConfig
 
+pytestmark = pytest.mark.portable
+
 EVERYTHING = AugmentConfig(
     scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5
 )  # torch's, Python's and numpy's generators all draw

@@ -25,6 +25,8 @@ from src.engine.report.statistics import (
     summarise,
 )
 
+pytestmark = pytest.mark.portable
+
 Row = tuple[str, object, float]
 
 

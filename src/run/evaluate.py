@@ -1,49 +1,61 @@
-"""A finished run evaluated again, on one device, from its frozen config and its checkpoint."""
+"""Evaluation by itself: a run's checkpoint, or a model with weights from timm or a file; exact at any world size."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from src.engine.config.compose import read_frozen
-from src.engine.config.resolve import resolve
+from torch import nn
+
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.forward import AUTOCAST
 from src.run.build import build_evaluation
-from src.schema import Config, ParallelConfig
+from src.schema import ResolvedConfig
 from src.training import checkpoint
 from src.training.checkpoint import find_checkpoint
 from src.training.determinism import use_deterministic_algorithms
 from src.training.metrics import evaluate
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+PREPARED = ("mean", "std", "crop_pct", "interpolation")  # of evaluation images
+
+
+def evaluate_config(
+    config: ResolvedConfig, folder: Path | None, split: str, wanted: str | None, ranks: Ranks, store: Store | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (split, numbers) for `split` (val, test or all), of the raw weights and of the averaged ones where there are.
 
-    `wanted` is the checkpoint: best, last or a file; None: what result.json names.
+    `config` is resolved. With `folder` the weights are those of that run's checkpoint: `wanted` is best, last or a file;
+    None: what result.json names. Without, they are the model's own.
 
-    Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
+    Errors: ValueError for a folder without a good checkpoint, classes that are not the model's, or no such split.
     """
-    frozen = read_frozen(folder)
-    config = Config(**vars(frozen))
-    config.data.batch_size, config.data.batch_size_per_device = frozen.global_batch, None
-    config.parallel, config.model.sync_bn = ParallelConfig(strategy="single"), False
-    config.model.pretrained, config.model.weights = False, None
-    resolved = resolve(config)
-    if resolved.train.deterministic:
+    if config.train.deterministic:
         use_deterministic_algorithms()
-    strategy = build_strategy(resolved.parallel, Ranks(), None)
-    images, _, model, loaders = build_evaluation(resolved, strategy)
-    path = find_checkpoint(folder, wanted)
-    contents = checkpoint.load(path)
+    strategy = build_strategy(config.parallel, ranks, store)
+    contents: dict[str, Any] = {}
+    if folder is not None:
+        path = find_checkpoint(folder, wanted)
+        contents = checkpoint.load(path)
+        _prepare_as_trained(config, contents)
+    images, _, model, loaders = build_evaluation(config, strategy, ranks.local_world_size)
+    if folder is None:
+        _check_head(config, model, len(images.class_names))
+    elif contents.get("classes", images.class_names) != images.class_names:
+        raise ValueError(
+            f"data: its {len(images.class_names)} classes are not the {len(contents['classes'])} that {folder} was trained on"
+        )
     chosen = list(loaders) if split == "all" else [split]
     for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
         if name not in loaders:
             raise ValueError(f"split={name}: this data has no such split; it has {', '.join(loaders)}")
-        checkpoint.fill(model, contents, weights)
+        if contents:
+            checkpoint.fill(model, contents, weights)
         found = evaluate(
             strategy.for_evaluation(model, AUTOCAST[config.train.precision]),
             loaders[name],
@@ -53,4 +65,26 @@ def evaluate_run(folder: Path, split: str, wanted: str | None) -> Iterator[tuple
             unreadable=loaders[name].unreadable,
         )
         assert found is not None  # nobody asked it to stop
-        yield name, {"checkpoint": str(path), "weights": weights, **found.numbers(), **found.details()}
+        of = {"checkpoint": str(path), "weights": weights} if contents else {"model": config.model.name}
+        yield name, {**of, "world_size": strategy.measured_world_size(), **found.numbers(), **found.details()}
+    for loader in loaders.values():
+        loader.close()
+    strategy.close()
+
+
+def _prepare_as_trained(config: ResolvedConfig, contents: dict[str, Any]) -> None:
+    """Other images go through what the model was trained to see, unless the command says otherwise."""
+    for key in PREPARED:
+        if getattr(config.data, key) is None and key in contents.get("preprocessing", {}):
+            value = contents["preprocessing"][key]
+            setattr(config.data, key, list(value) if isinstance(value, tuple) else value)
+
+
+def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
+    """timm gives a head of another size fresh weights: its answers would be noise."""
+    own = getattr(model, "pretrained_cfg", {}).get("num_classes")
+    if config.model.weights is None and own != classes:
+        raise ValueError(
+            f"model.name={config.model.name}: its weights are for {own} classes, the data has {classes}; "
+            "train it on the data first, and give run=<run folder>"
+        )

@@ -1,0 +1,43 @@
+"""Whether two runs trained the same: `python scripts/compare_runs.py <run> <run> [--tolerance 1e-3]`.
+
+Puts the curves of their metrics.jsonl side by side, without what depends on the clock or on memory. Exit code 0 where they
+agree within the tolerance, relative to the larger value; 1 where they part, with the first step of each curve that does; 2
+for runs that cannot be compared: of different length, data or batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+from src.engine.machine.secrets import mask
+from src.engine.record.curves import compare
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs=2, type=Path, help="run folders")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference (default: 1e-3)")
+    arguments = parser.parse_args()
+    try:
+        one, other = arguments.runs
+        found = compare(one, other, arguments.tolerance)
+    except ValueError as error:
+        print(f"compare_runs.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+        return 2
+    width = max(len(curve.name) for curve in found)
+    for curve in found:
+        verdict = (
+            "agree"
+            if curve.parts_at is None
+            else f"part at step {curve.parts_at}: {curve.values[0]:g} against {curve.values[1]:g}"
+        )
+        print(f"{curve.name:<{width}}  {curve.points:>5} points  largest difference {curve.largest:.2e}  {verdict}")
+    return 1 if any(curve.parts_at is not None for curve in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

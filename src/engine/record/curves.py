@@ -1,0 +1,87 @@
+"""Two runs' curves side by side: where they part, beyond a tolerance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.engine.record.result import read_metrics, read_result
+
+Curve = dict[int, float]  # step -> value
+TIMED = (
+    "epoch",
+    "step",
+    "time",
+    "seconds",
+    "train/images_per_sec",
+    "train/images_per_sec_per_device",
+    "train/data_wait",
+)
+MUST_AGREE = (
+    "steps",
+    "batch_size",
+    "samples_seen",
+    "dropped_per_epoch",
+)  # of two results; else it was another training
+
+
+@dataclass
+class Compared:
+    """One curve of both runs."""
+
+    name: str
+    points: int
+    largest: float  # relative difference
+    parts_at: int | None  # the first step with a larger difference than the tolerance; None: they agree
+    values: tuple[float, float]  # there
+
+
+def compare(one: Path, other: Path, tolerance: float) -> list[Compared]:
+    """The curves that both runs have, by name.
+
+    Errors: ValueError for a folder without a finished run, runs of different length, data or batch, or without a common curve.
+    """
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"--tolerance {tolerance}: give a number from 0, e.g. 1e-3")
+    first, second = read_result(one), read_result(other)
+    for key in MUST_AGREE:
+        a, b = getattr(first, key), getattr(second, key)
+        if a != b:
+            raise ValueError(f"{key}: {a} in {one}, {b} in {other}: runs of different length, data or batch")
+    for split in ("val", "test"):
+        a, b = getattr(first, split).get("samples"), getattr(second, split).get("samples")
+        if a != b:
+            raise ValueError(f"{split}: {a} samples in {one}, {b} in {other}: runs on different data")
+    mine, theirs = curves(one), curves(other)
+    common = sorted(set(mine) & set(theirs))
+    if not common:
+        raise ValueError(f"{one} and {other} have no curve in common")
+    return [_compare(name, mine[name], theirs[name], tolerance) for name in common]
+
+
+def curves(run: Path) -> dict[str, Curve]:
+    """metrics.jsonl by name, without what depends on the clock or on memory. Errors: ValueError where there is none."""
+    found: dict[str, Curve] = {}
+    if not (run / "metrics.jsonl").is_file():
+        raise ValueError(f"{run}: no metrics.jsonl here; is this a run folder?")
+    for line in read_metrics(run / "metrics.jsonl"):
+        for name, value in line.items():
+            if name not in TIMED and not name.startswith(("memory/", "utilisation/")):
+                found.setdefault(name, {})[line["step"]] = math.nan if value is None else value
+    return found
+
+
+def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> Compared:
+    """A step that only one of them has, or a value that only one could not compute, is where they part."""
+    found = Compared(name, len(one), 0.0, None, (math.nan, math.nan))
+    for step in sorted(set(one) | set(other)):
+        a, b = one.get(step, math.nan), other.get(step, math.nan)
+        if math.isnan(a) and math.isnan(b) and step in one and step in other:
+            continue
+        scale = max(abs(a), abs(b))
+        difference = 0.0 if a == b else math.inf if math.isnan(a + b) else abs(a - b) / scale
+        found.largest = max(found.largest, difference)
+        if difference > tolerance and found.parts_at is None:
+            found.parts_at, found.values = step, (a, b)
+    return found
