@@ -150,7 +150,8 @@ def test_what_cannot_be_a_job_is_refused(config: Config, said: str) -> None:
     ("words", "said"),
     [
         (NODES, "cluster.nodes=2: cluster=local starts this machine's ranks alone"),
-        (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: a sweep runs its jobs here"),
+        (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: no sbatch here"),
+        (("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"), "a sweep runs its jobs here"),
         (("cluster=slurm",), "cluster=slurm: no sbatch here"),
     ],
 )

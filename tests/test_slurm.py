@@ -15,6 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT, Train, read_lines, tiny
 
+from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 
 pytestmark = [
@@ -154,3 +155,18 @@ def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: T
     done = train.start(*SLURM, "cluster.partition=nowhere", environment=jobs.environment, timeout=200).finish()
     assert done.returncode == 2 and "invalid partition" in done.stderr.lower(), done.output
     assert len(done.stderr.splitlines()) == 1 and not done.folder.exists()
+
+
+def test_a_sweep_is_one_array_and_a_lost_node_costs_no_task(jobs: Jobs, train: Train) -> None:
+    folder = train.base / "sweep"
+    words = ("cluster=slurm", "cluster.cpus=4", "parallel=single", "seed=1,2,3,4", "sweep.jobs=2", *LONG)
+    done = train.start("-m", f"hydra.sweep.dir={folder}", *words, environment=jobs.environment).finish()
+    assert done.returncode == 0, done.output
+    jobs.wait_for_steps(folder / "1")
+    assert len(jobs.slurm("squeue", "--noheader", "--states=R").splitlines()) == 2, "two at a time"
+    node = jobs.slurm("squeue", "--noheader", "--states=R", "--format=%N").splitlines()[0]
+    jobs.slurm("scontrol", "update", f"nodename={node}", "state=DOWN", "reason=test")
+    jobs.wait(lambda: "PENDING" in jobs.slurm("squeue", "--noheader", "--format=%T"), 30, folder)
+    jobs.wait(lambda: (folder / "report.html").exists(), 300, folder)
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 4
+    assert all(read_result(folder / str(job)).status == "done" for job in range(4))

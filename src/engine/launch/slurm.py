@@ -46,15 +46,23 @@ def submit(config: Config, folder: Path) -> int:
     cluster, script = config.cluster, folder / SCRIPT
     if cluster.scheduler != "slurm" or not cluster.submit:
         return 0
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    try:
+        job = sbatch(script)
+    except ValueError:
         if not any((folder / "checkpoints").glob("*.pt")):
             shutil.rmtree(folder)
-        raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().partition(";")[0]
+        raise
     write_text(folder / JOB_ID, f"{job}\n")
     print(f"job          {job}\nrun folder   {folder}\nlog          {folder / 'logs' / 'slurm.log'}", flush=True)
-    return _wait(job) if cluster.wait else 0
+    return wait_for(job) if cluster.wait else 0
+
+
+def sbatch(script: Path) -> str:
+    """Submit a script; returns the job's id. Errors: ValueError with Slurm's own refusal."""
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]
 
 
 def check_scheduler(cluster: ClusterConfig) -> None:
@@ -74,10 +82,30 @@ def queued_job(folder: Path) -> str | None:
 
 def job_script(config: Config, folder: Path) -> str:
     """The whole of job.sbatch."""
-    cluster, folder = config.cluster, folder.resolve()
-    log = str(folder / "logs" / "slurm.log").replace("%", "%%")  # Slurm reads % as the beginning of a pattern
+    folder = folder.resolve()
+    return script_of(config, f"{folder}/config.yaml", folder / "logs" / "slurm.log", shlex.quote(str(folder)))
+
+
+def script_of(
+    config: Config,
+    what: str,
+    log: Path,
+    folder: str,
+    *,
+    array: str | None = None,
+    before: str = "",
+    job: str = '"$SLURM_JOB_ID"',
+    after: str = "",
+) -> str:
+    """A script that runs the run folder `folder`, a word of bash which `before` may set; `job` is what it requeues.
+
+    `array`: as sbatch takes it, with `%a` for the task in the name of the `log`. `after` runs when it is not requeued.
+    """
+    cluster = config.cluster
+    place, name = str(log.parent).replace("%", "%%"), log.name  # Slurm reads % as the beginning of a pattern
     options: dict[str, object] = {
         "job-name": config.task_name,
+        "array": array,
         "nodes": cluster.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": cluster.cpus,
@@ -89,30 +117,30 @@ def job_script(config: Config, folder: Path) -> str:
         "account": cluster.account,
         "signal": f"USR1@{cluster.signal_seconds}",
         "chdir": ROOT,
-        "output": log,
+        "output": f"{place}/{name if array else name.replace('%', '%%')}",
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     per_task = (
         f" --cpus-per-task={cluster.cpus}" if cluster.cpus else ""
     )  # srun does not take it over since Slurm 22.05
-    command = shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.launch.node", str(folder)])
+    command = shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.launch.node"])
     return f"""#!/bin/bash
-# Runs {folder}/config.yaml; submit it again with sbatch, and it goes on in the same folder.
+# Runs {what}; submit it again with sbatch, and it goes on in the same folder.
 {chr(10).join([*lines, "#SBATCH --requeue", *cluster.extra])}
 
 {cluster.setup or "# cluster.setup would stand here"}
 
 export PYTHONPATH={_quoted(ROOT)}
-srun --ntasks-per-node=1{per_task} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
-    {command}
+{before + chr(10) if before else ""}srun --ntasks-per-node=1{per_task} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
+    {command} {folder}
 code=$?
 
 # {WARNED}: the time is nearly up, and a checkpoint is saved. {NODE_LOST}: a node was lost after progress was made.
 if [ $code -eq {WARNED} ] || [ $code -eq {NODE_LOST} ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 120 # Slurm ends this shell meanwhile
+    scontrol requeue {job} && sleep 120 # Slurm ends this shell meanwhile
 fi
-exit $code
+{after + chr(10) if after else ""}exit $code
 """
 
 
@@ -137,7 +165,7 @@ def place_of_step(node: int, nodes: int) -> Place:
     return Place(node, nodes, str(found), FIRST_PORT + (job * 16 + step) % PORTS)
 
 
-def _wait(job: str) -> int:
+def wait_for(job: str) -> int:
     """Until the job has ended, requeued or not; its exit code, as Slurm's accounting of recent jobs tells it."""
     import time
 

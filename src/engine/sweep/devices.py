@@ -67,6 +67,8 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
         )
     if asked == "auto":
         return None
+    if all_jobs.cluster.scheduler != "local":  # the nodes' memory is the scheduler's to give
+        return int(asked)
     number, free = int(asked), memory.available()
     least = min((least_bytes(config) for config in configs), default=LEAST_BYTES)
     if number * least > free and number > max(1, free // least):

@@ -44,12 +44,13 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
         points = [_compose_point(command, overrides, number) for number, overrides in enumerate(_product(command))]
     except HydraException as error:
         raise ValueError(" ".join(str(error).split())) from error
-    elsewhere = next((p.config.cluster.scheduler for p in points if p.config.cluster.scheduler != "local"), None)
-    if elsewhere is not None:
+    schedulers = {point.config.cluster.scheduler for point in points}
+    if "kubernetes" in schedulers or len(schedulers) > 1:
         raise ValueError(
-            f"cluster={elsewhere}: a sweep runs its jobs here, one after the other; submit runs one by one"
+            "cluster=kubernetes: a sweep runs its jobs here or as a job array of Slurm; submit runs one by one"
         )
-    _share_threads([point.config for point in points])
+    if schedulers == {"local"}:
+        _share_threads([point.config for point in points])
     for point in points:
         settle(point)
     return command, points

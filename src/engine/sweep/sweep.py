@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.config.compose import Command, read_frozen
+from src.engine.launch.slurm import check_scheduler
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
@@ -16,7 +17,7 @@ from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import expand, given
 from src.engine.sweep.runner import Runner, say_stopped
 from src.engine.sweep.space import FROZEN
-from src.schema import DataConfig
+from src.schema import Config, DataConfig
 
 
 def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None]) -> int:
@@ -32,6 +33,10 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
         from src.engine.sweep.search import resume_search, start_search
 
+        if command.config.cluster.scheduler != "local":
+            raise ValueError(
+                f"cluster={command.config.cluster.scheduler}: a search runs its trials here; leave it at local"
+            )
         return start_search(command, points[0]) if earlier is None else resume_search(earlier, command)
     if settings.dry_run:
         show_points(points, training_size)
@@ -39,15 +44,22 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     if earlier is not None:
         jobs = reopen(earlier)
         most = jobs_of_resumed(jobs, command)
+        configs: list[Config] = [read_frozen(earlier / job.folder) for job in jobs.jobs if job.status == "waiting"]
     else:
         if all(point.reason for point in points):
             raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
         check_blocks(points, settings)
-        most = jobs_at_a_time(
-            "sweep.jobs", settings.jobs, [point.config for point in points if not point.reason], command.config
-        )
+        if settings.repeats == "auto" and command.config.cluster.scheduler != "local":
+            raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
+        configs = [point.config for point in points if not point.reason]
+        most = jobs_at_a_time("sweep.jobs", settings.jobs, configs, command.config)
+        check_scheduler(command.config.cluster)
         folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
         jobs = freeze_jobs(folder, points, settings)
+    if configs and configs[0].cluster.scheduler == "slurm":
+        from src.engine.sweep.array import submit_array
+
+        return submit_array(jobs, most, configs)
     return Sweep(jobs, most).run()
 
 
