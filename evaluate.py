@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from src.engine.config.words import one_of, parse_words
+from src.engine.config.arguments import one_of, parse_arguments
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import mask
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         if "-m" in arguments or "--multirun" in arguments:
             return _table([word for word in arguments if word not in ("-m", "--multirun")])
         own = [word for word in arguments if word.partition("=")[0] in (*OPTIONS, "-h", "--help")]
-        options = parse_words(own, OPTIONS, (), str(__doc__))
+        options = parse_arguments(own, OPTIONS, (), str(__doc__))
         _evaluate(options, [word for word in arguments if word not in own], arguments)
     except ValueError as error:
         print(f"evaluate.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)

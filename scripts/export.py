@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.words import one_of, parse_words
+from src.engine.config.arguments import one_of, parse_arguments
 from src.engine.machine.secrets import mask
 
 OPTIONS = {**dict.fromkeys(("run", "output", "checkpoint", "weights")), "format": "safetensors"}
@@ -23,7 +23,7 @@ OPTIONS = {**dict.fromkeys(("run", "output", "checkpoint", "weights")), "format"
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 1 the export is not the model, 2 refused."""
     try:
-        options = parse_words(arguments, OPTIONS, ("run",), str(__doc__))
+        options = parse_arguments(arguments, OPTIONS, ("run",), str(__doc__))
         form = one_of(options, "format", "safetensors", "torch_export")
         weights = one_of(options, "weights", "model", "ema")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.words import one_of, parse_words, whole_number
+from src.engine.config.arguments import one_of, parse_arguments, whole_number
 from src.engine.machine.secrets import mask
 from src.schema import ParallelConfig
 
@@ -29,7 +29,7 @@ OPTIONS = {
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 2 refused."""
     try:
-        options = parse_words(arguments, OPTIONS, ("run", "images"), str(__doc__))
+        options = parse_arguments(arguments, OPTIONS, ("run", "images"), str(__doc__))
         _check(options)
         if options["parallel"] == "ddp" and "RANK" not in os.environ:
             from src.engine.launch.again import start_again_as_ranks
@@ -58,12 +58,12 @@ def _check(options: dict[str, str]) -> None:
 def _predict(options: dict[str, str]) -> None:
     from src.engine.launch.meeting import open_store
     from src.engine.machine.ranks import Ranks, ranks_from_environment
-    from src.trained.predict import Wanted, predict, write
+    from src.trained.predict import PredictionRequest, predict, write
 
     started = time.monotonic()
     output = Path(options["output"]) if "output" in options else None
     by_suffix = {".csv": "csv", ".json": "json"}.get(output.suffix, "csv") if output else "console"
-    wanted = Wanted(
+    wanted = PredictionRequest(
         run=Path(options["run"]),
         images=Path(options["images"]),
         checkpoint=options.get("checkpoint"),

@@ -217,7 +217,7 @@ class SweepConfig:
 class SearchConfig:
     """Only read with --multirun. `search=optuna` sets it; the names are those of Hydra's own Optuna sweeper."""
 
-    sampler: str | None = choice(None, "tpe", "random", "grid")  # None: no search
+    sampler: str | None = choice(None, "tpe", "random")  # None: no search
     n_trials: int = number(20, least=1)  # in all, resumed or not
     n_jobs: int | str = 1  # trials at a time, on devices of their own; auto: as sweep.jobs
     direction: str | None = choice(None, "maximize", "minimize")  # None: what optimized_metric asks for
@@ -234,7 +234,6 @@ class SearchConfig:
 @dataclass
 class PathsConfig:
     output_dir: str = "outputs"
-    data_dir: str = "data"
 
 
 @dataclass
@@ -300,7 +299,7 @@ def as_resolved(config: Config) -> ResolvedConfig:
     return ResolvedConfig(**{**vars(config), "parallel": ResolvedParallel(**vars(parallel))})
 
 
-def is_timms(name: str) -> bool:
+def is_timm_dataset(name: str) -> bool:
     """A dataset by the name that timm's factory knows: `torch/cifar10`, `hfds/<name>`, `wds/…`, or `tar`."""
     return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,59 @@ def test_every_room_is_in_the_table() -> None:
         "engine.__init__",
     }
     assert rooms == set(MAY_IMPORT)
+
+
+def arrows_of(named_as: Callable[[str], str]) -> dict[str, set[str]]:
+    """Which files import which, at any place but below TYPE_CHECKING, each under the name that `named_as` gives it."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): name_of(path) for path in SOURCES}
+    arrows: dict[str, set[str]] = {named_as(file): set() for file in files.values()}
+    for file in files.values():
+        for named in names_in((ROOT / file).read_text(encoding="utf-8")):
+            for module in (named.name, named.name.rpartition(".")[0]):
+                if (
+                    module.startswith("src.")
+                    and module in files
+                    and not named.for_types
+                    and named_as(files[module]) != named_as(file)
+                ):
+                    arrows[named_as(file)].add(named_as(files[module]))
+    return arrows
+
+
+def floors(arrows: dict[str, set[str]]) -> int:
+    """The longest way down, each room above all that it imports. Errors: CycleError where there is a circle."""
+    height: dict[str, int] = {}
+    for room in TopologicalSorter(arrows).static_order():
+        height[room] = 1 + max((height[below] for below in arrows.get(room, ())), default=0)
+    return max(height.values())
+
+
+def room_of_the_house(file: str) -> str:
+    return "engine" if file.startswith("src/engine/") else room_of(file) or Path(file).parts[0]
+
+
+def room_of_the_engine(file: str) -> str:
+    return room_of(file) if file.startswith("src/engine/") and file.count("/") > 2 else "outside"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    floors(arrows_of(lambda file: file))
+
+
+def test_the_house_and_the_engine_have_few_rooms_and_floors() -> None:
+    house = arrows_of(room_of_the_house)
+    del house["__init__"]
+    assert floors(house) <= 6
+    assert len(house) <= 12
+    engine = {room: below - {"outside"} for room, below in arrows_of(room_of_the_engine).items() if room != "outside"}
+    assert floors(engine) <= 4
+    assert len(engine) <= 7
+
+
+def test_a_circle_is_seen() -> None:
+    with pytest.raises(CycleError):
+        floors({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
 
 
 @pytest.mark.parametrize(

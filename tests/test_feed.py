@@ -12,12 +12,12 @@ from conftest import plain
 from torch import Tensor
 
 from src.data.datasets import InMemory
-from src.data.feed import Blocks, DeviceFeed
+from src.data.feed import BatchMemory, DeviceFeed
 from src.data.loader import Reader, TrainLoader, train_requests
 
 
 def test_a_block_that_nobody_holds_is_used_again() -> None:
-    blocks = Blocks()
+    blocks = BatchMemory()
     places = set()
     for _ in range(20):
         batch = blocks.empty(8, 3, 16, 16)
@@ -40,7 +40,7 @@ def test_a_block_that_nobody_holds_is_used_again() -> None:
     ids=["itself", "view", "detached", "numpy", "buffer", "graph", "nested", "dataset"],
 )
 def test_what_somebody_holds_is_never_written_to(keep: Callable[[Tensor], Any]) -> None:
-    blocks = Blocks()
+    blocks = BatchMemory()
     batch = blocks.empty(4, 3, 8, 8).fill_(1.0)
     place = batch.data_ptr()
     held = keep(batch)

@@ -131,9 +131,9 @@ def test_this_machines_own_settings_have_an_example(tmp_path: Path) -> None:
 
     (tmp_path / "local").mkdir()
     text = (ROOT / "conf" / "local" / "default.yaml.example").read_text(encoding="utf-8")
-    (tmp_path / "local" / "default.yaml").write_text(text.replace("data_dir: data", "data_dir: /elsewhere"))
+    (tmp_path / "local" / "default.yaml").write_text(text.replace("output_dir: outputs", "output_dir: /elsewhere"))
     config = compose_command(get_args_parser().parse_args(["--config-dir", str(tmp_path)])).config
-    assert config.paths.data_dir == "/elsewhere"
+    assert config.paths.output_dir == "/elsewhere"
 
 
 # --- words instead of riddles

@@ -24,7 +24,7 @@ from src.engine.machine.ranks import Ranks
 from src.schema import DataConfig, ParallelConfig
 from src.trained import export
 from src.trained.load import load_trained
-from src.trained.predict import Prediction, Wanted, predict, write
+from src.trained.predict import Prediction, PredictionRequest, predict, write
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted(run: Path, images: Path, **more: Any) -> Wanted:
+def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
     parallel = ParallelConfig(
         strategy=more.pop("parallel", "single"),
         devices=more.pop("devices", 1),
@@ -50,10 +50,10 @@ def wanted(run: Path, images: Path, **more: Any) -> Wanted:
         threads_per_device=1,
     )
     defaults: dict[str, Any] = {"checkpoint": None, "weights": None, "topk": 3, "batch_size": 32, "workers": 0}
-    return Wanted(run=run, images=images, parallel=parallel, **(defaults | more))
+    return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
 
 
-def predicted(ranks: Ranks, store: Any, what: Wanted) -> list[Prediction]:
+def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> list[Prediction]:
     return predict(what, ranks, store)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from src.data.folders import class_names, image_files
 from src.data.images import decode_file
-from src.schema import DataConfig, is_timms
+from src.schema import DataConfig, is_timm_dataset
 
 Sample = tuple[Tensor, int]
 
@@ -139,7 +139,7 @@ def build_images(config: DataConfig) -> Images:
     own = {"digits": Digits, "synthetic": Synthetic, "folder": Folder}
     if config.name in own:
         kind: Any = own[config.name]
-    elif is_timms(config.name):
+    elif is_timm_dataset(config.name):
         from src.data.timm_datasets import TimmImages as kind
     else:
         module, _, name = config.name.rpartition(".")

@@ -15,7 +15,7 @@ from src.data.augment import Preprocessing
 Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
 
 
-class Blocks:
+class BatchMemory:
     """Memory for batches on a CPU, used again as soon as no tensor, view or graph holds it.
 
     glibc's malloc returns such blocks to the kernel after every batch, or finds no room for the next one in what is
@@ -46,7 +46,7 @@ class DeviceFeed:
         self.mean = torch.tensor(preprocessing.mean, device=device).view(1, -1, 1, 1) * 255
         self.inverse_std = 1 / (torch.tensor(preprocessing.std, device=device).view(1, -1, 1, 1) * 255)
         self.channels_last = channels_last
-        self._blocks = Blocks()
+        self._blocks = BatchMemory()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch) -> Batch:

@@ -40,7 +40,9 @@ def build_model(
     arguments: dict[str, Any] = {"num_classes": config.num_classes or classes, "in_chans": in_chans}
     try:
         model = (
-            _own_model(config, arguments) if config.name.startswith("src.") else _timms(config, arguments, image_size)
+            _own_model(config, arguments)
+            if config.name.startswith("src.")
+            else _timm_model(config, arguments, image_size)
         )
     except (TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"model.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None
@@ -64,7 +66,7 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     return kind(**arguments, **config.kwargs)
 
 
-def _timms(config: ModelConfig, arguments: dict[str, Any], image_size: int | None) -> Any:
+def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int | None) -> Any:
     if image_size is not None and _takes_image_size(config.name):
         arguments["img_size"] = image_size
     arguments |= config.kwargs

@@ -19,7 +19,7 @@ from src.models.build import build_ema, build_model, check_image_size, preproces
 from src.parallel.clock import DeviceClock
 from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
-from src.schema import ResolvedConfig, is_timms
+from src.schema import ResolvedConfig, is_timm_dataset
 from src.training.metrics import check_metric
 from src.training.moments import Moments
 from src.training.objective import Mixing, build_criterion, build_mixing
@@ -116,7 +116,7 @@ def build_evaluation(
 ) -> tuple[Images, Preprocessing, torch.nn.Module, dict[str, Loader]]:
     """(dataset, what its images go through, model with fresh weights, this rank's loaders of val and test)."""
     set_matmul_precision(config.train.precision)
-    may_download = config.model.pretrained or is_timms(config.data.name)
+    may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.one_of_node_first() if may_download else nullcontext():
         images = build_images(config.data)
         size = config.data.image_size or images.image_size

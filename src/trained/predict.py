@@ -30,7 +30,7 @@ from src.trained.load import Trained, load_trained
 
 
 @dataclass
-class Wanted:
+class PredictionRequest:
     """What is to be predicted, with what."""
 
     run: Path
@@ -52,7 +52,7 @@ class Prediction:
     probabilities: list[float]
 
 
-def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
+def predict(wanted: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
     """The predictions for all files, on every rank; each reads every world_size-th of them.
 
     Errors: ValueError where there are no images, or no model to ask.
@@ -77,7 +77,7 @@ def predict(wanted: Wanted, ranks: Ranks, store: Any) -> list[Prediction]:
     return [merged[number] for number in sorted(merged)]
 
 
-def _resolved(wanted: Wanted, ranks: Ranks) -> ResolvedParallel:
+def _resolved(wanted: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
     config = Config(parallel=wanted.parallel, data=DataConfig(batch_size=None, batch_size_per_device=wanted.batch_size))
     check_combination(config)
     if wanted.parallel.has_ranks:
@@ -108,7 +108,9 @@ class ImageFiles:
         return decode_file(self.paths[index], "L" if self.in_chans == 1 else "RGB"), index
 
 
-def _loader(trained: Trained, paths: list[Path], wanted: Wanted, strategy: Single, local_world_size: int) -> Loader:
+def _loader(
+    trained: Trained, paths: list[Path], wanted: PredictionRequest, strategy: Single, local_world_size: int
+) -> Loader:
     files = ImageFiles(paths, trained.preprocessing.input_size[0])
     reader = Reader(files, len(paths), evaluation_transform(trained.preprocessing), seed=0, on_error="skip")
     requests = evaluation_requests(files, wanted.batch_size * strategy.world_size, strategy.rank, strategy.world_size)

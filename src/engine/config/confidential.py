@@ -22,7 +22,6 @@ NOT_A_CHOICE = ("runtime", "overrides")  # of the hydra block: what Hydra itself
 NAMES = (
     "task_name",
     "paths.output_dir",
-    "paths.data_dir",
     "search.study_name",
     "hydra.run.dir",
     "hydra.sweep.dir",

@@ -20,7 +20,7 @@ from src.engine.config.names import (
     timm_optimizers,
     timm_tags,
 )
-from src.schema import Config, is_own_class, is_timms, leaves
+from src.schema import Config, is_own_class, is_timm_dataset, leaves
 
 DATASETS = ("digits", "folder", "synthetic")
 TORCHVISION = (
@@ -153,7 +153,7 @@ def _check_dataset(name: str) -> None:
         )
     if kind == "torch" and rest not in TORCHVISION:
         raise ValueError(f"data.name={name}: timm has no such dataset{hint(rest, TORCHVISION)}")
-    if not (is_own_class(name) or is_timms(name) or name in DATASETS):
+    if not (is_own_class(name) or is_timm_dataset(name) or name in DATASETS):
         raise ValueError(f"data.name={name}: no such data{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…")
 
 

@@ -21,7 +21,7 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's w
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
-def describe(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) -> dict[str, Any]:
+def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) -> dict[str, Any]:
     """The record of an exception; call it while the exception is being handled."""
     kind, text = type(error).__name__, _text(error)
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from src.engine.launch.failure import describe, write_failure
+from src.engine.launch.failure import failure_record, write_failure
 from src.engine.launch.meeting import open_store
 from src.engine.launch.signs import Signs, publish_failure
 from src.engine.launch.watchdog import Watchdog
@@ -81,7 +81,7 @@ def _run_recorded(
     except Exception as error:
         ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
         log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-        record = describe(error, config, ranks, own_log)
+        record = failure_record(error, config, ranks, own_log)
         if store is not None:
             publish_failure(store, record)
         write_failure(folder, record)

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def write_environment(config: Config, folder: Path) -> None:
     """`config` is resolved. Values of environment variables are not recorded: they may be secrets."""
-    write_json(folder / "environment.json", describe(config))
+    write_json(folder / "environment.json", environment_facts(config))
 
 
-def describe(config: Config) -> dict[str, Any]:
+def environment_facts(config: Config) -> dict[str, Any]:
     devices = hardware.visible_cuda_devices()
     return {
         "format": 1,

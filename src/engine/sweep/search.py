@@ -123,10 +123,6 @@ class Search:
         while self._to_come:
             job = self._to_come.pop(0)
             trial = ask(self.study, self.config.search, self.space, job.id, self.most)
-            if trial is None:  # every point of the grid has been tried
-                self._to_come.clear()
-                self.jobs.jobs = self.jobs.jobs[: job.id]
-                return None
             self._trials[job.id] = trial
             if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):  # else half-done
                 self._freeze(job, trial)

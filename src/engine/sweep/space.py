@@ -48,15 +48,6 @@ class Dimension:
     def override(self, value: float | str) -> str:
         return f"{self.key}={value}"
 
-    def values(self) -> list[Any]:
-        """Every value, in order. Errors: ValueError where there is no end of them."""
-        if self.options:
-            return list(self.options)
-        if self.step is None:
-            raise ValueError(f"{self.name}={self.text}: sampler=grid needs choice(…) or range(…), not an interval")
-        count = round((self.high - self.low) / self.step) + 1
-        return [type(self.low)(self.low + index * self.step) for index in range(count)]
-
     def distribution(self) -> BaseDistribution:
         from optuna import distributions
 
@@ -163,8 +154,6 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> Non
         raise ValueError("search.params: nothing to search; give keys, e.g. 'optim.lr=tag(log,interval(1e-4,1e-1))'")
     ends: list[list[str]] = []
     for dimension in space:
-        if settings.sampler == "grid":
-            dimension.values()
         ends.append([dimension.override(value) for value in dimension.options or (dimension.low, dimension.high)])
         try:
             for override in ends[-1]:

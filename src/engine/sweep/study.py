@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from src.engine.record.result import read_metrics
 from src.engine.sweep.space import Dimension
@@ -43,8 +42,8 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
 
 def ask(
     study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
-) -> optuna.Trial | None:
-    """The trial of this number: begun before the search was stopped, or asked for now. None: the grid is exhausted.
+) -> optuna.Trial:
+    """The trial of this number: begun before the search was stopped, or asked for now.
 
     A trial's draws are a function of the seed and its number, so a resumed search does not repeat its first ones.
     `most`: trials at a time, None for several.
@@ -55,10 +54,7 @@ def ask(
     goes_on = bool(begun) and not begun[0].state.is_finished()
     if goes_on and len(begun[0].params) == len(space):
         return Trial(study, begun[0]._trial_id)
-    sampler = _sampler(study, settings, space, number, most)
-    if sampler is None:
-        return None
-    study.sampler = sampler
+    study.sampler = _sampler(settings, number, most)
     trial = Trial(study, begun[0]._trial_id) if goes_on else study.ask()  # killed while it was being asked for
     if trial.number != number:
         raise ValueError(
@@ -69,34 +65,17 @@ def ask(
     return trial
 
 
-def _sampler(
-    study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
-) -> optuna.samplers.BaseSampler | None:
+def _sampler(settings: SearchConfig, number: int, most: int | None) -> optuna.samplers.BaseSampler:
     from optuna import samplers
 
     assert settings.seed is not None
     seed = (settings.seed + number) % 2**32
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # experimental: constant_liar since version 2.8, PartialFixedSampler since 2.4
+        warnings.simplefilter("ignore")  # experimental: constant_liar, since version 2.8
         if settings.sampler == "tpe":
             # Those under way count as bad, or trials side by side would try nearly the same.
             return samplers.TPESampler(seed=seed, constant_liar=most != 1)
-        if settings.sampler == "random":
-            return samplers.RandomSampler(seed)
-        # Optuna's own sampler of grids ends the study by an exception outside of study.optimize.
-        point = _next_of_grid(study, space)
-        return None if point is None else samplers.PartialFixedSampler(point, samplers.RandomSampler(seed))
-
-
-def _next_of_grid(study: optuna.Study, space: list[Dimension]) -> dict[str, Any] | None:
-    """The first point, in the order of a sweep, that no trial has tried yet."""
-    tried = [trial.params for trial in study.get_trials(deepcopy=False)]
-    names = [dimension.name for dimension in space]
-    for values in itertools.product(*(dimension.values() for dimension in space)):
-        point = dict(zip(names, values, strict=True))
-        if point not in tried:
-            return point
-    return None
+        return samplers.RandomSampler(seed)
 
 
 class Follower:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from src.engine.config.names import hint
 
 
-def parse_words(
+def parse_arguments(
     arguments: list[str], defaults: dict[str, str | None], needed: tuple[str, ...], about: str
 ) -> dict[str, str]:
     """The options given, over `defaults`; those that are neither given nor have a default are left out.
