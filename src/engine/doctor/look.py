@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.supervisor import SAFE_PATH, with_project_on_path
+from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, memory, nvidia
 from src.engine.machine.platform import open_file_limit
+from src.engine.machine.process import SAFE_PATH
 from src.engine.record import environment
 
 TRY = ("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32", "print_config=false")

@@ -39,7 +39,8 @@ def timm_says() -> dict[str, Any]:
 
 def rendezvous() -> dict[str, Any]:
     """A store on loopback, as ranks meet at one, and a word through it."""
-    from src.engine.launch.meeting import Meeting, Place
+    from src.engine.launch.meeting import Meeting
+    from src.engine.machine.ranks import Place
 
     store = Meeting(Place(), timeout=10).store
     store.clone().set("doctor", "here")

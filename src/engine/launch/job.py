@@ -11,8 +11,9 @@ from src.engine.config.compose import freeze, read_frozen
 from src.engine.launch.failure import failure_text, first_failure
 from src.engine.launch.kubernetes import write_manifest
 from src.engine.launch.slurm import write_script
-from src.engine.launch.supervisor import SAFE_PATH, Ended, run_ranks
+from src.engine.launch.supervisor import Ended, run_ranks
 from src.engine.machine.lock import own
+from src.engine.machine.process import SAFE_PATH
 from src.engine.record.environment import write_environment
 from src.engine.record.result import Result, read_result, write_result
 from src.schema import ResolvedConfig

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from src.engine.launch.meeting import Place
 from src.engine.machine.files import write_text
+from src.engine.machine.ranks import Place
 from src.schema import Config
 
 MANIFEST = "job.yaml"

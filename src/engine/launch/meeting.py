@@ -11,7 +11,6 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import psutil
 
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.process import imports_without_collector
-from src.engine.machine.ranks import Ranks, host_name
+from src.engine.machine.ranks import Place, Ranks, host_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,16 +29,6 @@ LOOPBACK = "127.0.0.1"
 BACKEND = "meeting"  # its name among torch's c10d, static, etcd
 COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
 POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """A node of a run, and where it meets the others."""
-
-    node: int = 0
-    nodes: int = 1
-    address: str = LOOPBACK  # node 0's, as the others reach it
-    port: int = 0  # 0: a free one, for one node
 
 
 def register_backend() -> str:

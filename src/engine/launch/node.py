@@ -20,7 +20,7 @@ from src.engine.config.compose import read_frozen
 from src.engine.launch.failure import failure_file, failure_files, first_failure, wordless
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.kubernetes import place_of_pod
-from src.engine.launch.meeting import Meeting, Place
+from src.engine.launch.meeting import Meeting
 from src.engine.launch.nodes import all_facts, check_nodes, own_facts, tell_facts
 from src.engine.launch.signs import fetch_failures, publish_failure
 from src.engine.launch.slurm import NODE_LOST, place_of_step
@@ -29,7 +29,7 @@ from src.engine.launch.torchrun import keep_config, where_logs_are
 from src.engine.machine.lock import own
 from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import imports_without_collector
-from src.engine.machine.ranks import Ranks, host_name
+from src.engine.machine.ranks import Place, Ranks, host_name
 from src.schema import ParallelConfig, ResolvedConfig
 
 if TYPE_CHECKING:

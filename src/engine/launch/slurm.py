@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.meeting import Place
-from src.engine.launch.supervisor import SAFE_PATH
 from src.engine.machine.files import write_text
-from src.engine.machine.ranks import host_name
+from src.engine.machine.process import SAFE_PATH
+from src.engine.machine.ranks import Place, host_name
 from src.schema import ClusterConfig, Config
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"

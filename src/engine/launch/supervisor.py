@@ -19,13 +19,13 @@ from pathlib import Path
 from types import FrameType
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.meeting import Meeting, Place, listen_towards, register_backend
+from src.engine.launch.meeting import Meeting, listen_towards, register_backend
 from src.engine.machine import hardware
 from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
-from src.engine.machine.process import imports_without_collector, no_survivors, process_started_at
+from src.engine.machine.process import SAFE_PATH, imports_without_collector, no_survivors, process_started_at
+from src.engine.machine.ranks import Place
 from src.schema import ResolvedConfig
 
-SAFE_PATH = ("-P",)  # without it `python -m` imports from the current folder first, where anybody's json.py may lie
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
 
 

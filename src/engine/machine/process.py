@@ -13,6 +13,9 @@ from pathlib import Path
 
 import psutil
 
+# Without it `python -m` imports from the current folder first, where anybody's json.py may lie.
+SAFE_PATH = ("-P",)
+
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, so that `kill -9` of a launcher leaves nothing behind."""

@@ -57,6 +57,16 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A node of a run, and where it meets the others."""
+
+    node: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"  # node 0's, as the others reach it
+    port: int = 0  # 0: a free one, for one node
+
+
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     """This process's place, or None where nobody started ranks.
 
