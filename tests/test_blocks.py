@@ -184,3 +184,17 @@ def test_jobs_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     head = {"format": 1, "command": "train.py -m", "created": "2026-01-01T00:00:00", "status": "done"}
     (tmp_path / "jobs.json").write_text(json.dumps({**head, "jobs": [job]}))
     assert read_jobs(tmp_path).jobs[0].block == 2
+
+
+@pytest.mark.parametrize("devices", [0, 8])
+def test_the_benchmarks_are_long_enough_whatever_the_batch(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weak scaling on eight devices has four steps an epoch."""
+    from src.engine.machine import hardware
+
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: tuple(range(devices)))
+    for name in ("compare", "scaling_strong", "scaling_weak", "buckets", "small_layers"):
+        command = expand(get_args_parser().parse_args(["-m", f"experiment={name}", "parallel.devices=1"]))[0]
+        train = command.config.train
+        assert train.max_steps == (600 if devices else 40)
+        assert train.epochs * (1257 // 256) >= train.max_steps
+        assert int(command.config.sweep.repeats) >= 3

@@ -116,6 +116,11 @@ def device_counts(_root_: Any) -> str:
     return ",".join(str(count) for count in sorted(powers | {most}))
 
 
+def by_device(on_cpu: Any, on_gpu: Any) -> Any:
+    """`${by_device:a,b}`: a where this machine has no CUDA device, b where it has one; for lengths in steps."""
+    return on_gpu if hardware.visible_cuda_devices() else on_cpu
+
+
 def store_schema() -> None:
     """Make the schema the first thing every primary config is composed of (`defaults: [schema, …]`)."""
     from hydra.core.config_store import ConfigStore
@@ -125,6 +130,7 @@ def store_schema() -> None:
     # copies again.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
+    OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
 def to_config(tree: DictConfig) -> Config:
