@@ -25,8 +25,8 @@ class Forecast:
     devices: int
     per_device: float
     speed: float
-    low: float
-    high: float
+    low: float | None  # None: no repeats and no third count, so nothing tells
+    high: float | None
     efficiency: float
     measured: float | None  # images per second, where this count and batch are in the sweep
 
@@ -171,16 +171,19 @@ def _forecast(
     The interval: the middle 90 % of the refits, widened by the error of the counts left out.
     """
     speed = model.speed(devices, per_device)
-    others = [one.speed(devices, per_device) for one in spread] or [speed]
-    low, high = (float(value) for value in np.quantile(others, (0.05, 0.95)))
+    low = high = None
+    if spread:
+        edges = np.quantile([one.speed(devices, per_device) for one in spread], (0.05, 0.95))
+        low = min(float(edges[0]), speed) * (1 - min(error or 0.0, 0.99))
+        high = max(float(edges[1]), speed) * (1 + (error or 0.0))
     same = [run for run in runs if run.devices == devices and math.isclose(run.per_device, per_device)]
     measured = float(np.median([run.images / run.seconds for run in same])) if same and model.across is None else None
     return Forecast(
         devices=devices,
         per_device=per_device,
         speed=speed,
-        low=min(low, speed) * (1 - min(error or 0.0, 0.99)),
-        high=max(high, speed) * (1 + (error or 0.0)),
+        low=low,
+        high=high,
         efficiency=speed / (devices * model.speed(1, alone)),
         measured=measured,
     )

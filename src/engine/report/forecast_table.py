@@ -88,6 +88,6 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def _row(row: Forecast) -> str:
-    interval = f"{row.low:.4g} to {row.high:.4g}"
+    interval = "unknown" if row.low is None else f"{row.low:.4g} to {row.high:.4g}"
     measured = "" if row.measured is None else f"{row.measured:.4g}"
     return f"  {row.devices:>9,} {row.per_device:>10.4g} {row.speed:>10.4g} {interval:>22} {row.efficiency:>10.2f} {measured:>9}"
