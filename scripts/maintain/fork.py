@@ -17,7 +17,12 @@ from pathlib import Path
 RECIPES = ("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a3", "imagenet_vit_small")
 FIGURES = ("docs/benchmarks.md", "docs/figures")
 OLD_NAME = "timm-parallel"
-NAMED = ("Dockerfile", ".devcontainer/devcontainer.json", ".github/workflows/ci.yml")  # where OLD_NAME stands
+NAMED = (
+    "Dockerfile",
+    ".devcontainer/devcontainer.json",
+    ".github/workflows/ci.yml",
+    "docs/container.md",
+)  # where OLD_NAME stands
 PULLING = """\
 Later fixes of the template, the front merged and the engine taken whole:
   git fetch <url of the template> main
