@@ -121,7 +121,9 @@ def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 
 def test_a_sample_that_is_missed_or_counted_twice_is_noticed() -> None:
-    strategy = build_strategy(ParallelConfig("single", 1, "cpu", 1), Ranks(), None)
+    strategy = build_strategy(
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+    )
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
         with pytest.raises(AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"):
