@@ -163,7 +163,14 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     from src.parallel import build_strategy
     from src.schema import ParallelConfig
 
-    config = ParallelConfig("ddp", 2, "cpu", 1, "gloo", find_unused_parameters=find or None)
+    config = ParallelConfig(
+        strategy="ddp",
+        devices=2,
+        accelerator="cpu",
+        threads_per_device=1,
+        backend="gloo",
+        find_unused_parameters=find or None,
+    )
     strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
     wrapped = strategy.wrap(HalfUsed(), nn.functional.cross_entropy, None)
     try:
