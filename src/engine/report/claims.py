@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from src.engine.report import claims_counted as counted
 from src.engine.report import claims_measured as measured
-from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, Finding
-from src.engine.report.measured import Run
+from src.engine.report.evidence import Evidence, Finding, gib
 from src.engine.report.statistics import UNMEASURED
+from src.engine.report.wording import listing
 
 _THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory per device say nothing about GPUs"
 _ONE_MEMORY = "devices on CPU share one memory: what one holds and what moves between them cannot be told"
@@ -38,20 +36,64 @@ _CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Claim:
-    number: int
-    text: str
-    figure: str
-    verdict: str
-    reason: str
-    runs: tuple[Run, ...] = ()  # those the figure comes from
+class Claim(Finding):
+    number: int = 0
+    text: str = ""
 
 
-def judge(groups: Sequence[Group], runs: Sequence[Run]) -> list[Claim]:
-    """All claims, from the groups and runs of one hardware."""
-    evidence, claims = Evidence(groups, runs), []
-    for number, text, weigh in _CLAIMS:
-        hidden = _NOT_ON_CPU.get(number) if evidence.on_cpu else None
-        found = Finding(UNMEASURED, "n/a", hidden) if hidden else weigh(evidence)
-        claims.append(Claim(number, text, found.figure, found.verdict, found.reason, found.runs))
-    return claims
+@dataclass(frozen=True)
+class Correction:
+    """A statement found in articles that is wrong whatever a machine measures."""
+
+    statement: str
+    truth: str
+    figure: str  # a dash where these runs do not show it
+
+
+def judge(e: Evidence) -> list[Claim]:
+    hidden = _NOT_ON_CPU if e.on_cpu else {}
+    found = [
+        Finding(UNMEASURED, "n/a", hidden[number]) if number in hidden else weigh(e) for number, _, weigh in _CLAIMS
+    ]
+    return [Claim(**vars(f), number=number, text=text) for (number, text, _), f in zip(_CLAIMS, found, strict=True)]
+
+
+def correct(e: Evidence) -> list[Correction]:
+    ddp, dp = e.finished("ddp", 2), e.finished("dp", 2)
+    equal = [run for run in ddp if run.proof("hashes_equal")]
+    replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else "—"
+    even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
+    centre = f"largest over mean peak memory under ddp at most {max(even):.2f}" if even else "—"
+    worlds = ", ".join(map(str, sorted({run.devices for run in ddp if run.nodes == 1})))
+    machines = f"world sizes {worlds} on one machine" if worlds else "—"
+    peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB" for g, p in e.points("dp") if p.peak_bytes and not p.stand_in)
+    chunks = listing(f"{r.chunk_sizes} on {r.devices} devices" for r in dp if len(set(r.chunk_sizes)) > 1)
+    gloo = {str(r.environment.get("platform") or "") for r in ddp if r.record.get("backend") == "gloo"}
+    windows = listing(f"gloo ran here, on {name}" for name in sorted(gloo) if name.startswith("Windows"))
+    multi = listing(
+        f"{r.strategy} × {r.devices}: {count} process{'es' * (count != 1)}"
+        for r in dp + ddp
+        if (count := r.integer("processes")) is not None
+    )
+    steps = [(r, r.config.get("train.accumulate") or 1) for r in e.runs if r.comparable]
+    whose = listing(f"{r.strategy} × {r.devices} with train.accumulate={n}" for r, n in steps if n > 1)
+    whole, averaged = (
+        "Every rank has it all; only the data are divided.",
+        "An all-reduce: every rank sends the same share.",
+    )
+    return [
+        Correction("DDP holds a subset of the model on each machine", whole, replicas),
+        Correction("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
+        Correction("Rank 0 averages the gradients and broadcasts them", averaged, centre),
+        Correction("DataParallel is multi-process", "One process with one thread per device.", multi),
+        Correction("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
+        Correction("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
+        Correction("DP passes parameters through the CPU", "They are copied from device 0 to the others.", "—"),
+        Correction("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas.", "—"),
+        Correction("DDP must have several machines", "One machine is enough: its ranks are processes.", machines),
+        Correction("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
+        Correction("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo.", "—"),
+        Correction(
+            "DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for.", whose
+        ),
+    ]

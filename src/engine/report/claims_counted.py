@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from src.engine.report.claims_measured import ddp_is_faster
-from src.engine.report.evidence import BOTH, DDP, DP, Evidence, Finding, in_every_run, missing, weigh
+from src.engine.report.evidence import Evidence, Finding, missing, weigh
 from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
 from src.engine.report.wording import listing
@@ -17,8 +15,7 @@ def replicas_stay_equal(e: Evidence) -> Finding:
     """A run whose ranks drift apart fails, so failed runs are evidence too."""
     drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
     what = "equal hashes of all parameters over the ranks, at the start and at the end"
-    runs = [*e.finished("ddp", 2), *drifted]
-    return in_every_run(runs, lambda run: False if run in drifted else run.proof("hashes_equal"), what, DDP)
+    return e.in_every_run("ddp", what, lambda run: run.proof("hashes_equal"), failed=drifted)
 
 
 def shares_are_disjoint(e: Evidence) -> Finding:
@@ -28,32 +25,27 @@ def shares_are_disjoint(e: Evidence) -> Finding:
     def disjoint_and_whole(run: Run) -> bool | None:
         return None if None in counts(run) else len(set(counts(run))) == 1
 
-    what = "every index of the epoch read by exactly one rank"
-    found = in_every_run(e.finished("ddp", 2), disjoint_and_whole, what, DDP)
-    example = next((counts(run) for run in found.runs), None)
-    if example is None:
-        return found
-    return replace(found, figure="{} (e.g. {} read, {} distinct, {} expected)".format(found.figure, *example))
+    def example(run: Run) -> str:
+        return "{} read, {} distinct, {} expected".format(*counts(run))
+
+    return e.in_every_run("ddp", "every index of the epoch read by exactly one rank", disjoint_and_whole, example)
 
 
 def dp_needs_a_batch(e: Evidence) -> Finding:
-    ran = e.finished("dp", 2)
+    ran, refused = e.finished("dp", 2), e.refused("dp", "batch")
     too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
     if too_small:
         return Finding(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
-    recorded = [run for run in ran if isinstance(run.proof("chunk_sizes"), list)]
-    unequal = [run for run in recorded if len(set(run.proof("chunk_sizes"))) > 1]
-    refused = [run for run in e.runs if run.status == "skipped" and run.strategy == "dp" and "batch" in run.reason]
-    shown = listing(
-        [f"chunks {run.proof('chunk_sizes')} on {run.devices} devices" for run in unequal or recorded]
-        + [f"refused: {run.reason}" for run in refused]
-    )
+    recorded = [run for run in ran if run.chunk_sizes]
+    unequal = [run for run in recorded if len(set(run.chunk_sizes)) > 1]
+    shown = [f"chunks {run.chunk_sizes} on {run.devices} devices" for run in unequal or recorded]
+    shown += [f"refused: {run.reason}" for run in refused]
     if unequal or refused:
-        return Finding(HOLDS, shown, "", tuple(unequal + refused))
+        return Finding(HOLDS, listing(shown), "", (*unequal, *refused))
     if not recorded:
-        return missing("dp on 2 or more devices with its chunk sizes", DP)
+        return missing("dp on 2 or more devices with its chunk sizes", "parallel=dp parallel.devices=2")
     remedy = "every batch divides evenly; data.batch_size=7 parallel.devices=2 would show it"
-    return Finding(UNMEASURED, shown, remedy, tuple(recorded))
+    return Finding(UNMEASURED, listing(shown), remedy, tuple(recorded))
 
 
 def dp_starts_sooner(e: Evidence) -> Finding:
@@ -62,25 +54,24 @@ def dp_starts_sooner(e: Evidence) -> Finding:
 
 
 def first_rank_writes(e: Evidence) -> Finding:
+    def files(run: Run) -> dict[str, int]:
+        found = run.proof("files_per_rank")
+        return found if isinstance(found, dict) else {}
+
     def others_write_a_log_at_most(run: Run) -> bool | None:
-        files = run.proof("files_per_rank")
-        if not isinstance(files, dict) or not files:
-            return None
-        return all(count <= 1 for rank, count in files.items() if rank != "0")
+        return all(count <= 1 for rank, count in files(run).items() if rank != "0") if files(run) else None
+
+    def example(run: Run) -> str:
+        return "files of " + ", ".join(f"rank {rank}: {count}" for rank, count in list(files(run).items())[:8])
 
     what = "ranks other than 0 wrote no file but their own log"
-    found = in_every_run(e.finished("ddp", 2), others_write_a_log_at_most, what, DDP)
-    example = next((run.proof("files_per_rank") for run in found.runs), None)
-    if example is None:
-        return found
-    counts = ", ".join(f"rank {rank}: {count}" for rank, count in list(example.items())[:8])
-    return replace(found, figure=f"{found.figure} (files, e.g. {counts})")
+    return e.in_every_run("ddp", what, others_write_a_log_at_most, example)
 
 
 def backend_follows_device(e: Evidence) -> Finding:
     found = [run for run in e.finished("ddp") if run.record.get("backend")]
     if not found:
-        return missing("ddp with its backend", DDP)
+        return missing("ddp with its backend", "parallel=ddp parallel.devices=2")
     given = [run.environment.get("backend_reason") or run.proof("backend_reason") for run in found]
     reasons = {str(reason or "reason not recorded") for reason in given}
     chosen = {(str(run.record["backend"]), run.accelerator) for run in found}
@@ -90,20 +81,19 @@ def backend_follows_device(e: Evidence) -> Finding:
 
 
 def ddp_spans_machines(e: Evidence) -> Finding:
-    ddp = [run for run in e.finished("ddp") if run.nodes > 1]
-    dp = [run for run in e.finished("dp") if run.nodes > 1]
-    refused = [run for run in e.runs if run.strategy == "dp" and run.status == "skipped" and "node" in run.reason]
-    shown = listing(
-        [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
-        + [f"dp refused: {run.reason}" for run in refused]
+    ddp, dp = ([run for run in e.finished(strategy) if run.nodes > 1] for strategy in ("ddp", "dp"))
+    refused = e.refused("dp", "node")
+    shown = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
+    shown += [f"dp refused: {run.reason}" for run in refused]
+    verdict, reason = (
+        UNMEASURED,
+        "all runs here are on one node; add cluster.nodes=2, or start torchrun with --nnodes=2",
     )
-    runs = tuple(ddp + dp + refused)
     if dp:
-        return Finding(FAILS, shown, "dp ran on several nodes", runs)
-    if ddp:
-        return Finding(HOLDS, shown, "" if refused else "dp on several nodes was not asked for; it is refused", runs)
-    remedy = "all runs here are on one node; add cluster.nodes=2, or start torchrun with --nnodes=2"
-    return Finding(UNMEASURED, shown, remedy, runs)
+        verdict, reason = FAILS, "dp ran on several nodes"
+    elif ddp:
+        verdict, reason = HOLDS, "" if refused else "dp on several nodes was not asked for; it is refused"
+    return Finding(verdict, listing(shown), reason, (*ddp, *dp, *refused))
 
 
 def each_has_its_stage(e: Evidence) -> Finding:
@@ -119,7 +109,7 @@ def each_has_its_stage(e: Evidence) -> Finding:
 def one_optimizer_per_process(e: Evidence) -> Finding:
     found = {s: [r for r in e.finished(s, 2) if r.proof("optimizers") is not None] for s in ("dp", "ddp")}
     if not all(found.values()):
-        return missing("dp and ddp on 2 or more devices with their optimizers counted", BOTH)
+        return missing("dp and ddp on 2 or more devices with their optimizers counted")
     runs = found["dp"] + found["ddp"]
     fits = all(run.proof("optimizers") == (1 if run.strategy == "dp" else run.devices) for run in runs)
     shown = listing(f"{run.strategy} × {run.devices}: {run.proof('optimizers')}{_state(run)}" for run in runs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import BOTH, DDP, DP, Evidence, Finding, Stated, gib, in_every_run, missing, weigh
+from src.engine.report.evidence import Evidence, Finding, Stated, gib, missing, weigh
 from src.engine.report.families import SPEED
 from src.engine.report.measured import Run
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
 from src.engine.report.wording import figure, listing, percent, with_range
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear
@@ -22,20 +22,23 @@ def ddp_is_faster(e: Evidence) -> Finding:
     finding = weigh(found, "the images/s of dp")
     if finding.verdict != HOLDS:
         return finding
-    growth = set()
-    for group in {id(s.group): s.group for s in found}.values():
-        own = [s.contrast for s in found if s.group is group]  # from few to many devices
-        few, many = own[0], own[-1]
-        if len(own) > 1 and few.low and few.high and many.low and many.high:
-            growth.add("grows" if many.low > few.high else "shrinks" if many.high < few.low else "")
-    if "shrinks" in growth:
+    by_group = [[s.contrast for s in found if s.group is group] for group in e.groups]  # from few to many devices
+    growth = {_is_below(own[0], own[-1]) for own in by_group if len(own) > 1} - {UNMEASURED}
+    if FAILS in growth:
         return replace(finding, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
-    grows = growth == {"grows"}
-    return finding if grows else replace(finding, reason="faster; that the lead grows with the devices is not shown")
+    shown = growth == {HOLDS}
+    return finding if shown else replace(finding, reason="faster; that the lead grows with the devices is not shown")
+
+
+def _is_below(a: Contrast, b: Contrast) -> str:
+    """The verdict on "the ratio a is below the ratio b": their intervals must lie wholly apart."""
+    if UNMEASURED in (a.verdict, b.verdict):
+        return UNMEASURED
+    return HOLDS if a.interval[1] < b.interval[0] else FAILS if a.interval[0] > b.interval[1] else UNDECIDED
 
 
 def ddp_is_close_to_linear(e: Evidence) -> Finding:
-    needed = ("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
+    nothing = missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
     found = e.over_single("ddp")
     fair = [s for s in found if not s.a.needless_threads and s.group.same_threads(s.a)]
     if found and not fair:
@@ -47,7 +50,7 @@ def ddp_is_close_to_linear(e: Evidence) -> Finding:
 
     shares = listing(f"{figure(s.group.efficiency(s.a) or 0)} for {s.place}, {s.group.kind} scaling" for s in fair)
     rule = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}; here {shares}"
-    return weigh(fair, "the images/s of single", rule, verdict_of, needed)
+    return weigh(fair, "the images/s of single", rule, verdict_of, nothing)
 
 
 def dp_fills_device_0(e: Evidence) -> Finding:
@@ -56,7 +59,7 @@ def dp_fills_device_0(e: Evidence) -> Finding:
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
     what = f"device 0 above all others by {percent(FULLER - 1)} or more"
-    return _with_peaks(e, "dp", in_every_run(e.finished("dp", 2), first_is_fullest, what, DP))
+    return _with_peaks(e, "dp", e.in_every_run("dp", what, first_is_fullest))
 
 
 def ddp_holds_full_replicas(e: Evidence) -> Finding:
@@ -65,7 +68,7 @@ def ddp_holds_full_replicas(e: Evidence) -> Finding:
         return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
 
     what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
-    return _with_peaks(e, "ddp", in_every_run(e.finished("ddp", 2), whole_and_even, what, DDP))
+    return _with_peaks(e, "ddp", e.in_every_run("ddp", what, whole_and_even))
 
 
 def _with_peaks(e: Evidence, strategy: str, finding: Finding) -> Finding:
@@ -79,10 +82,8 @@ def _with_peaks(e: Evidence, strategy: str, finding: Finding) -> Finding:
 
 def ddp_uses_the_cores(e: Evidence) -> Finding:
     rule = "more processor time, and more images/s for it: waiting in a loop counts as use too"
-    used, faster = (
-        weigh(e.ddp_over_dp("cpu_seconds"), "the CPU seconds per second of dp", rule),
-        ddp_is_faster(e).verdict,
-    )
+    used = weigh(e.ddp_over_dp("cpu_seconds"), "the CPU seconds per second of dp", rule)
+    faster = ddp_is_faster(e).verdict
     if used.verdict == HOLDS and faster != HOLDS:
         return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
     return used
@@ -98,29 +99,25 @@ def lock_hurts_small_layers(e: Evidence) -> Finding:
     }
 
     def verdict_of(many: Stated) -> str:
-        slow, fast = many.contrast, fewer[id(many)].contrast
-        if UNMEASURED in (slow.verdict, fast.verdict):
-            return UNMEASURED
-        if slow.low is None or slow.high is None or fast.low is None or fast.high is None:
-            return UNDECIDED
-        return HOLDS if slow.high < fast.low else FAILS if slow.low > fast.high else UNDECIDED
+        return _is_below(many.contrast, fewer[id(many)].contrast)
 
     against = listing(f"{figure(s.contrast.ratio or 0)} × at depth {_depth(s.group)}" for s in fewer.values())
-    needed = ("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
+    nothing = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
     rule = f"beside {against}; the two intervals must lie apart"
-    return weigh([s for _, s in known if id(s) in fewer], "the images/s of single", rule, verdict_of, needed)
+    return weigh([s for _, s in known if id(s) in fewer], "the images/s of single", rule, verdict_of, nothing)
 
 
 def ddp_moves_less(e: Evidence) -> Finding:
     """On the busiest link, because dp's device 0 sends and receives for all; and with part of it hidden, in every run."""
-    pairs = [(g, p, dp) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
     found = [
         (e.place(g, p), p, dp, own, other)
-        for g, p, dp in pairs
-        if (own := p.measure("bytes_busiest_link")) and (other := dp.measure("bytes_busiest_link"))
+        for g, p in e.points("ddp")
+        if (dp := g.at("dp", p.devices))
+        and (own := p.measure("bytes_busiest_link"))
+        and (other := dp.measure("bytes_busiest_link"))
     ]
     if not found:
-        return missing("dp and ddp on the same devices with the bytes over their busiest link", BOTH)
+        return missing("dp and ddp on the same devices with the bytes over their busiest link")
     shown = listing(
         f"{place}: {figure(own.median / 1e6)} MB per step over the busiest link, {figure(other.median / 1e6)} MB under dp; "
         f"{with_range(exposed, ' ms') if exposed else 'unknown time'} not hidden"
@@ -133,9 +130,9 @@ def ddp_moves_less(e: Evidence) -> Finding:
     hidden = [_hides(run) for _, p, *_ in found for run in p.runs]
     if None in hidden:
         return Finding(UNDECIDED, shown, "it moves less; whether part is hidden was not measured in every run", runs)
-    return Finding(
-        HOLDS if all(hidden) else FAILS, shown, "" if all(hidden) else "nothing is hidden in some runs", runs
-    )
+    if not all(hidden):
+        return Finding(FAILS, shown, "nothing is hidden in some runs", runs)
+    return Finding(HOLDS, shown, "", runs)
 
 
 def _hides(run: Run) -> bool | None:
@@ -144,9 +141,9 @@ def _hides(run: Run) -> bool | None:
 
 
 def devices_idle_under_dp(e: Evidence) -> Finding:
-    needed = ("dp and ddp on the same devices with their utilisation and ddp's parts of a step", BOTH)
+    nothing = missing("dp and ddp on the same devices with their utilisation and ddp's parts of a step")
     rule = "utilisation of the idlest device, less the share of ddp's step that waits for other ranks: NVML counts it as use"
-    return weigh(e.ddp_over_dp("busy"), "as busy as dp", rule, needed=needed)
+    return weigh(e.ddp_over_dp("busy"), "as busy as dp", rule, nothing=nothing)
 
 
 def _depth(group: Group) -> int | None:

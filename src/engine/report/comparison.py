@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from src.engine.report.measured import Run, finite
@@ -90,7 +91,7 @@ class Group:
     batch: int | None
     settings: str  # what else tells this group from others of the report
     points: tuple[Point, ...] = ()
-    contrasts: Mapping[str, tuple[Contrast, ...]] = field(default_factory=dict, compare=False)  # by measure
+    contrasts: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)  # by measure
 
     @property
     def title(self) -> str:
@@ -116,18 +117,18 @@ class Group:
     def single(self) -> Point | None:
         return self.at("single", 1)
 
+    def named(self, label: str) -> Point:
+        return next(point for point in self.points if point.label == label)
+
     def at(self, strategy: str, devices: int) -> Point | None:
         """The point with the fewest nodes and options set, where these vary."""
         found = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
-        return min(
-            found, key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options), default=None
-        )
+        found.sort(key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options))
+        return found[0] if found else None
 
     def contrast(self, measure: str, a: Point | None, b: Point | None) -> Contrast | None:
         """What was tested of a over b; None where that is no statement of this report."""
-        if a is None or b is None:
-            return None
-        found = (c for c in self.contrasts.get(measure, ()) if (c.a, c.b) == (a.label, b.label))
+        found = (c for c in self.contrasts.get(measure, ()) if a and b and (c.a, c.b) == (a.label, b.label))
         return next(found, None)
 
     def over_single(self, point: Point) -> Contrast | None:
@@ -142,11 +143,6 @@ class Group:
         """False on CPU where `point`'s devices have another number of threads than the one of single."""
         return self.single is None or point.threads == self.single.threads
 
-    def counts(self, *strategies: str) -> list[int]:
-        """Device counts from 2 on at which all `strategies` were measured."""
-        found = [{point.devices for point in self.points if point.strategy == strategy} for strategy in strategies]
-        return sorted(count for count in set.intersection(*found) if count > 1)
-
     @property
     def warnings(self) -> list[str]:
         """What a reader must know before the figures: mixed hosts, and ranks that hold the others up."""
@@ -157,31 +153,29 @@ class Group:
 
 def stragglers(point: Point) -> list[str]:
     """Ranks that compute or wait for data longer than the median rank by STRAGGLES or more, in the median run."""
-    over: dict[tuple[Any, str], list[float]] = defaultdict(list)
+    shares: dict[tuple[Any, str], list[float]] = defaultdict(list)
     for run in point.runs:
-        own = {}
-        for entry in run.ranks:
-            data, compute = finite(entry.get("data_ms")), finite(entry.get("compute_ms"))
-            if data is not None and compute is not None:
-                own[entry.get("rank"), str(entry.get("host") or "host unknown")] = data + compute
-        middle = summarise(own.values())
-        for rank, time in own.items() if middle and middle.median > 0 else ():
-            over[rank].append(time / middle.median if middle else 1.0)
-    found = []
-    for (rank, host), shares in over.items():
-        share = summarise(shares)
-        if share and share.median >= STRAGGLES:
-            found.append(
-                f"{point.label}: rank {rank} on {host} needs {percent(share.median - 1)} longer for its part of a step "
-                "(data and computing) than the median rank."
-            )
-    return found
+        own = {
+            (entry.get("rank"), str(entry.get("host") or "host unknown")): data + compute
+            for entry in run.ranks
+            if (data := finite(entry.get("data_ms"))) is not None
+            and (compute := finite(entry.get("compute_ms"))) is not None
+        }
+        middle = median(own.values()) if own else 0
+        for rank, time in own.items() if middle > 0 else ():
+            shares[rank].append(time / middle)
+    return [
+        f"{point.label}: rank {rank} on {host} needs {percent(share - 1)} longer for its part of a step "
+        "(data and computing) than the median rank."
+        for (rank, host), of_runs in shares.items()
+        if (share := median(of_runs)) >= STRAGGLES
+    ]
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
     """Finished runs only, as groups without contrasts. Most points first, then by name; points by strategy and devices."""
     comparable = [run for run in runs if run.comparable]
-    settings = [key for key in varied(run for run in comparable if run.config) if not key.startswith(_NOT_A_SETTING)]
+    settings = [key for key in varied(comparable) if not key.startswith(_NOT_A_SETTING)]
     if "data.workers" in settings and not _swept_workers(comparable):
         settings.remove("data.workers")
     commits = {run.commit for run in comparable if run.commit}
@@ -217,19 +211,19 @@ def _points(runs: list[Run]) -> tuple[Point, ...]:
         found[run.strategy, run.devices, run.nodes].append(run)
     points = []
     for place, members in found.items():
-        differing = varied(run for run in members if run.config)
-        options = [key for key in differing if key.startswith("parallel.")]
+        options = [key for key in varied(members) if key.startswith("parallel.")]
         variants: dict[str, list[Run]] = defaultdict(list)
         for run in sorted(members, key=lambda run: [_natural(run.config.get(key)) for key in options]):
             variants[words(run, options, "parallel.")].append(run)
         points += [Point(*place, named, tuple(repeats)) for named, repeats in variants.items()]
-    order = {strategy: place for place, strategy in enumerate(STRATEGIES)}
-    points.sort(key=lambda p: (order.get(p.strategy, len(order)), p.strategy, p.devices, p.nodes))
-    letters: dict[str, str] = {}
-    for point in points:
-        if point.options:
-            letters.setdefault(point.options, _letter(len(letters)))
+    points.sort(key=lambda p: (complexity(p.strategy), p.strategy, p.devices, p.nodes))
+    options_seen = dict.fromkeys(point.options for point in points if point.options)
+    letters = {options: _letter(number) for number, options in enumerate(options_seen)}
     return tuple(replace(point, letter=letters.get(point.options, "")) for point in points)
+
+
+def complexity(strategy: str) -> int:
+    return STRATEGIES.index(strategy) if strategy in STRATEGIES else len(STRATEGIES)
 
 
 def _natural(value: Any) -> tuple[int, float, str]:

@@ -1,8 +1,8 @@
-"""What the claims are weighed with: the runs and groups of one hardware, and the rule from contrasts to a verdict."""
+"""What the claims are weighed with: the runs and groups of one hardware, and the rules from figures to a verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from src.engine.report.comparison import Group, Point
@@ -10,16 +10,13 @@ from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
 from src.engine.report.wording import doubt, listing, times
 
-DDP, DP = "parallel=ddp parallel.devices=2", "parallel=dp parallel.devices=2"
-BOTH = "parallel=dp,ddp parallel.devices=2"
-
 
 @dataclass(frozen=True)
 class Finding:
     verdict: str
     figure: str = "—"
     reason: str = ""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Run, ...] = ()  # those the figure comes from
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,13 @@ class Evidence:
     def finished(self, strategy: str, least_devices: int = 1) -> list[Run]:
         return [r for r in self.runs if r.comparable and r.strategy == strategy and r.devices >= least_devices]
 
-    def points(self, strategy: str, least_devices: int = 2) -> list[tuple[Group, Point]]:
-        return [(g, p) for g in self.groups for p in g.points if p.strategy == strategy and p.devices >= least_devices]
+    def refused(self, strategy: str, word: str) -> list[Run]:
+        """Skipped for a reason that has `word` in it."""
+        return [r for r in self.runs if r.status == "skipped" and r.strategy == strategy and word in r.reason]
+
+    def points(self, strategy: str) -> list[tuple[Group, Point]]:
+        """On 2 devices or more."""
+        return [(g, p) for g in self.groups for p in g.points if p.strategy == strategy and p.devices > 1]
 
     def ddp_over_dp(self, measure: str) -> list[Stated]:
         """The contrasts of ddp over dp on the same devices, from few to many of them."""
@@ -65,8 +67,32 @@ class Evidence:
     def place(self, group: Group, point: Point) -> str:
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
+    def in_every_run(
+        self,
+        strategy: str,
+        what: str,
+        fits: Callable[[Run], bool | None],
+        example: Callable[[Run], str] | None = None,
+        failed: Sequence[Run] = (),
+    ) -> Finding:
+        """Holds when it fits every run of `strategy` that recorded it: of what a run counts itself, one run is enough.
 
-def missing(what: str, remedy: str) -> Finding:
+        `failed`: runs that ended because it does not fit.
+        """
+        finished = [(run, fit) for run in self.finished(strategy, 2) if (fit := fits(run)) is not None]
+        known = finished + [(run, False) for run in failed]
+        if not known:
+            return missing(
+                f"{strategy} on 2 or more devices that recorded this", f"parallel={strategy} parallel.devices=2"
+            )
+        failing = [run.name for run, fit in known if not fit]
+        shown = f"{what}: {len(known) - len(failing)} of {len(known)} runs"
+        shown += f" (e.g. {example(finished[0][0])})" if example and finished else ""
+        reason = f"not in {', '.join(failing[:6])}" if failing else ""
+        return Finding(FAILS if failing else HOLDS, shown, reason, tuple(run for run, _ in known))
+
+
+def missing(what: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> Finding:
     return Finding(UNMEASURED, reason=f"no finished run of {what} here; add {remedy}")
 
 
@@ -75,11 +101,14 @@ def weigh(
     what: str,
     rule: str = "",
     verdict_of: Callable[[Stated], str] = lambda stated: stated.contrast.verdict,
-    needed: tuple[str, str] = ("dp and ddp on the same devices", BOTH),
+    nothing: Finding | None = None,
 ) -> Finding:
-    """Of a claim that each contrast must bear out: fails with one that fails, and is undecided with one that is."""
+    """Of a claim that each contrast must bear out: fails with one that fails, and is undecided with one that is.
+
+    `nothing`: what is said where there is no contrast.
+    """
     if not found:
-        return missing(*needed)
+        return nothing or missing("dp and ddp on the same devices")
     words = [(stated, verdict_of(stated)) for stated in found]
     runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
     verdict = next((v for v in (FAILS, UNDECIDED, HOLDS) if v in {word for _, word in words}), UNMEASURED)
@@ -95,17 +124,6 @@ def weigh(
 def _open(contrast: Contrast) -> str:
     """Why a limit other than 1 may be undecided where the contrast itself is not."""
     return doubt(contrast) if contrast.verdict == UNDECIDED else "the interval holds the limit; more blocks would tell"
-
-
-def in_every_run(runs: Iterable[Run], fits: Callable[[Run], bool | None], what: str, remedy: str) -> Finding:
-    """Holds when it fits every run that recorded it; for what a run counts of itself, one run is enough."""
-    known = [(run, fit) for run in runs if (fit := fits(run)) is not None]
-    if not known:
-        return missing(f"{remedy} that recorded this", remedy)
-    failing = [run.name for run, fit in known if not fit]
-    shown = f"{what}: {len(known) - len(failing)} of {len(known)} runs"
-    reason = f"not in {', '.join(failing[:6])}" if failing else ""
-    return Finding(FAILS if failing else HOLDS, shown, reason, tuple(run for run, _ in known))
 
 
 def gib(point: Point) -> str:

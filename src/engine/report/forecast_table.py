@@ -51,7 +51,7 @@ def read_measured(run: Run) -> Measured | None:
         seconds=images / speed,
         gradient_bytes=int(run.number("communication", "bytes_per_step") or 0),
         ring=ring / 1000 if ring and run.devices > 1 else None,
-        waits_for_data=run.data_wait or 0.0,
+        waits_for_data=run.measure("data_wait") or 0.0,
     )
 
 

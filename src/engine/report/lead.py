@@ -38,13 +38,13 @@ def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead
         return Lead(group, "No finished run here has images/s that can be compared yet.")
     point, as_simpler = found
     if as_simpler is not None:
-        highest = next(p for p in group.points if p.label == as_simpler.b)
+        contrast: Contrast | None = as_simpler
         sentence = (
             f"{spoken(point)} is the simplest that is at most {percent(smallest_difference)} slower than the highest "
-            f"estimate: it trains {times(as_simpler)} as fast as {spoken(highest)}."
+            f"estimate: it trains {times(as_simpler)} as fast as {spoken(group.named(as_simpler.b))}."
         )
-        return Lead(group, sentence, command(point.runs[0]), point, as_simpler)
-    contrast, sentence = _against_single(group, point)
+    else:
+        contrast, sentence = _against_single(group, point)
     return Lead(group, sentence, command(point.runs[0]), point, contrast)
 
 
@@ -55,8 +55,8 @@ def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
         next_one = max(against, key=lambda c: c.ratio or 0, default=None)
         if next_one is None:
             return None, f"{spoken(point)}: {with_range(point.speed)} images/s. Nothing else was measured beside it."
-        other = next(p for p in group.points if p.label == next_one.a)
-        return next_one, f"Stay with {spoken(point)}: {spoken(other)} trains {times(next_one)} as fast."
+        other = spoken(group.named(next_one.a))
+        return next_one, f"Stay with {spoken(point)}: {other} trains {times(next_one)} as fast."
     contrast = group.over_single(point)
     if contrast is None or contrast.ratio is None:
         count, rate = sum(p.speed is not None for p in group.points), with_range(point.speed)
@@ -76,18 +76,12 @@ def spoken(point: Point) -> str:
 def command(run: Run) -> str:
     """The command that trains as this run did, from the project's root, without the cuts of a benchmark."""
     cut = run.config.get("train.max_steps") is not None
+    # It ended before its epochs did: these too were the benchmark's.
+    whole = {"max_steps": "null", "epochs": TrainConfig().epochs, "evaluate_every": TrainConfig().evaluate_every}
+    uncut = {f"train.{key}": value for key, value in whole.items()} if cut else {}
+    words = ["--config-path", str(run.folder), "--config-name", "config"]
     if run.overrides:
-        words = ["python", "train.py", *(o for o in run.overrides if not _of_the_benchmark(o, cut))]
-    else:
-        words = ["python", "train.py", "--config-path", str(run.folder), "--config-name", "config"]
-    if cut:
-        words += ["train.max_steps=null", f"train.epochs={TrainConfig().epochs}"]
-        words += [f"train.evaluate_every={TrainConfig().evaluate_every}"]
-    return shlex.join(words)
-
-
-def _of_the_benchmark(override: str, cut: bool) -> bool:
-    """`cut`: the run ended before its epochs did, so that these too were the benchmark's."""
-    key = override.lstrip("+~").partition("=")[0]
-    cuts = ("train.max_steps", "train.evaluate_every", "train.epochs") if cut else ()
-    return key.startswith(("hydra.", "hydra/", "sweep.")) or key in ("debug", "print_config", *cuts)
+        keys = [(override.lstrip("+~").partition("=")[0], override) for override in run.overrides]
+        kept = [(key, o) for key, o in keys if not key.startswith(("hydra.", "hydra/", "sweep."))]
+        words = [o for key, o in kept if key not in ("debug", "print_config", *uncut)]
+    return shlex.join(["python", "train.py", *words, *(f"{key}={value}" for key, value in uncut.items())])

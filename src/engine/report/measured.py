@@ -17,8 +17,9 @@ _RECORDED = {name: ("throughput", name) for name in ("images_per_sec", "step_ms"
     "bytes_busiest_link": ("communication", "bytes_busiest_link"),
     "cpu_seconds": ("cpu", "seconds_per_second"),  # of all processes, per second of wall time
     "first_step_seconds": ("seconds", "start_to_first_step"),
+    "data_wait": ("data_wait",),  # share of the timed steps, 0 to 1
 }
-MEASURES = (*_RECORDED, "data_wait", "imbalance", "busy", "accuracy")
+MEASURES = (*_RECORDED, "imbalance", "busy", "accuracy")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
@@ -57,9 +58,7 @@ class Run:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of the machines it ran on, the first node's first."""
-        hosts = self.record.get("hosts")
-        known = [str(host) for host in hosts] if isinstance(hosts, list) else []
-        return tuple(known or filter(None, [str(self.environment.get("host") or "")]))
+        return tuple(self._list("hosts", str) or filter(None, [str(self.environment.get("host") or "")]))
 
     @property
     def commit(self) -> str:
@@ -83,10 +82,9 @@ class Run:
     @property
     def doubt(self) -> str:
         """Why this finished run must not be compared; empty when it may be."""
-        asked = self.record.get("devices")
-        if asked is not None and self.integer("devices") is None:
+        asked, world, devices = self.record.get("devices"), self.integer("world_size"), self.integer("devices")
+        if asked is not None and devices is None:
             return f"devices: {asked!r} is no number: not compared"
-        world, devices = self.integer("world_size"), self.integer("devices")
         if world and devices and world % devices:  # a multiple is the same devices on several nodes
             return f"{devices} devices asked, world size {world} measured: not compared"
         return ""
@@ -103,21 +101,14 @@ class Run:
     @property
     def flags(self) -> list[str]:
         """Why its figures may be disturbed, one short sentence each."""
-        flags = self.record.get("flags")
         beside = [f"{self.neighbours} other job{'s' * (self.neighbours > 1)} ran beside it"] if self.neighbours else []
-        return beside + ([str(flag) for flag in flags] if isinstance(flags, list) else [])
-
-    @property
-    def data_wait(self) -> float | None:
-        """Share of the timed steps, 0 to 1."""
-        return finite(self.record.get("data_wait"))
+        return beside + self._list("flags", str)
 
     @property
     def step_parts(self) -> dict[str, float] | None:
         """Milliseconds of the parts of a mean step of rank 0, which add up to it; None unless all were recorded."""
-        parts = {name: self.number("step", name) for name in STEP_PARTS}
-        known = {name: value for name, value in parts.items() if value is not None}
-        return known if len(known) == len(parts) and sum(known.values()) > 0 else None
+        known = {name: value for name in STEP_PARTS if (value := self.number("step", name)) is not None}
+        return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
 
     @property
     def accuracy(self) -> float | None:
@@ -128,7 +119,7 @@ class Run:
     @property
     def memory(self) -> list[dict[str, Any]]:
         """One entry per device, by device."""
-        known = [entry for entry in self._entries("memory") if finite(entry.get("peak_bytes")) is not None]
+        known = [entry for entry in self._list("memory", dict) if finite(entry.get("peak_bytes")) is not None]
         return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
 
     @property
@@ -154,19 +145,18 @@ class Run:
 
         NCCL waits in a kernel, which NVML counts as use. None unless every device, and under ddp this wait, is known.
         """
-        values = [finite(entry.get("utilisation")) for entry in self.memory]
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
+        known = [use for entry in self.memory if (use := finite(entry.get("utilisation"))) is not None]
+        if not known or len(known) < len(self.memory):
             return None
         if self.strategy != "ddp":
             return min(known)
         parts = self.step_parts
-        return None if parts is None else max(0.0, min(known) - parts["communication_ms"] / sum(parts.values()))
+        return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
         """One entry per rank: rank, host, device, data_ms, compute_ms, step_ms."""
-        return self._entries("ranks")
+        return self._list("ranks", dict)
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
@@ -182,21 +172,32 @@ class Run:
 
     def proof(self, key: str) -> Any:
         """What the run counted about itself under `key`; None when it did not."""
-        proof = self.record.get("proof")
-        return proof.get(key) if isinstance(proof, dict) else None
+        return self._at("proof", key)
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """Images that dp gave each device; empty where not recorded."""
+        sizes = self.proof("chunk_sizes")
+        return sizes if isinstance(sizes, list) else []
 
     def integer(self, key: str) -> int | None:
         """A count of result.json, None where it is not one."""
         value = self.record.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def number(self, section: str, key: str) -> float | None:
-        values = self.record.get(section)
-        return finite(values.get(key)) if isinstance(values, dict) else None
+    def number(self, *keys: str) -> float | None:
+        """What stands below `keys` in result.json, None where it is no finite number."""
+        return finite(self._at(*keys))
 
-    def _entries(self, key: str) -> list[dict[str, Any]]:
-        entries = self.record.get(key)
-        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    def _at(self, *keys: str) -> Any:
+        value: Any = self.record
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        found = self.record.get(key)
+        return [entry for entry in found if isinstance(entry, kind)] if isinstance(found, list) else []
 
     def _override(self, *keys: str) -> str:
         for override in self.overrides:

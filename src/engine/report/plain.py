@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pandas as pd
 
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import MEASURES, Run
@@ -23,15 +20,14 @@ FORMAT = 2
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
     leads: list[dict[str, Any]] = [
-        {"group": lead.group.title, "hardware": lead.group.hardware, "sentence": lead.sentence, "command": lead.command}
+        {**_place(lead.group), "sentence": lead.sentence, "command": lead.command}
         | {"point": lead.point.label if lead.point else None, "contrast": _fields(lead.contrast)}
         for lead in report.leads
     ]
     return {
         "format": FORMAT,
         "sweeps": [
-            {"folder": relative(sweep.folder, out)}
-            | {key: getattr(sweep, key) for key in ("command", "created", "status")}
+            {"folder": relative(sweep.folder, out), **_pick(sweep, "command", "created", "status")}
             for sweep in report.sweeps
         ],
         "counts": report.counts,
@@ -41,14 +37,13 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "groups": [_plain_group(group) for group in report.groups],
         "points": [_plain_point(group, point) for group in report.groups for point in group.points],
         "contrasts": [
-            {"group": group.title, "hardware": group.hardware, "measure": measure, **dataclasses.asdict(contrast)}
+            {**_place(group), "measure": measure, **dataclasses.asdict(contrast)}
             for group in report.groups
             for measure, contrasts in group.contrasts.items()
             for contrast in contrasts
         ],
         "claims": [
-            {"hardware": machine.name}
-            | dataclasses.asdict(dataclasses.replace(claim, runs=()))
+            {"hardware": machine.name, **_pick(claim, "number", "text", "figure", "verdict", "reason")}
             | {"runs": [run.name for run in claim.runs]}
             for machine in report.machines
             for claim in machine.claims
@@ -56,21 +51,17 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "corrections": [{"hardware": m.name, **dataclasses.asdict(c)} for m in report.machines for c in m.corrections],
         "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
         "shared": shared(report.runs),
-        "varied": varied(run for run in report.runs if run.config),
-        "runs": [_row(run, out) for run in report.runs],
+        "varied": varied(report.runs),
+        "runs": [row(run, out) for run in report.runs],
     }
-
-
-def table(runs: Iterable[Run], out: Path) -> pd.DataFrame:
-    """One row per run. An empty field was not recorded."""
-    return pd.DataFrame([_row(run, out) for run in runs])
 
 
 def relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out)).as_posix()
 
 
-def _row(run: Run, out: Path) -> dict[str, Any]:
+def row(run: Run, out: Path) -> dict[str, Any]:
+    """One of report.csv. An empty field was not recorded."""
     return {
         "run": run.name,
         "folder": relative(run.folder, out),
@@ -79,12 +70,7 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
         "compared": run.comparable,
         "hardware": hardware(run) if run.environment else "",
         "host": " ".join(run.hosts),
-        "commit": run.commit,
-        "started": run.started,
-        "accelerator": run.accelerator,
-        "strategy": run.strategy,
-        "devices": run.devices,
-        "nodes": run.nodes,
+        **_pick(run, "commit", "started", "accelerator", "strategy", "devices", "nodes"),
         "world_size": run.integer("world_size"),
         "model": str(run.record.get("model") or ""),
         "precision": run.config.get("train.precision") or "",
@@ -93,8 +79,7 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
         "batch_size_per_device": run.config.get("data.batch_size_per_device"),
         "workers": run.config.get("data.workers"),
         "threads_per_device": run.integer("threads_per_device"),
-        "block": run.block,
-        "position": run.position,
+        **_pick(run, "block", "position"),
         "seed": run.config.get("seed"),
         "stand_in_for_devices": "threads on CPU" if run.stand_in else "",
         **{name: run.measure(name) for name in MEASURES},
@@ -109,22 +94,29 @@ def _row(run: Run, out: Path) -> dict[str, Any]:
 
 
 def _plain_group(group: Group) -> dict[str, Any]:
-    keys = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
-    return {key: getattr(group, key) for key in keys} | {"points": [point.label for point in group.points]}
+    told = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+    return {**_pick(group, *told), "points": [point.label for point in group.points]}
 
 
 def _plain_point(group: Group, point: Point) -> dict[str, Any]:
-    keys = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
+    told = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
     return {
-        "group": group.title,
-        "hardware": group.hardware,
-        **{key: getattr(point, key) for key in keys},
+        **_place(group),
+        **_pick(point, *told),
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_single(point)),
         "efficiency": group.efficiency(point),
         **{name: _fields(point.measure(name)) for name in MEASURES},
         "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
     }
+
+
+def _place(group: Group) -> dict[str, Any]:
+    return {"group": group.title, "hardware": group.hardware}
+
+
+def _pick(thing: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
 
 
 def _fields(value: Contrast | Summary | None) -> dict[str, Any] | None:

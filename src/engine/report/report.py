@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pandas as pd
+
 from src.engine.machine.files import write_json, write_text
 from src.engine.record.jobs import Jobs
 from src.engine.report import tables
-from src.engine.report.claims import Claim, judge
+from src.engine.report.claims import Claim, Correction, correct, judge
 from src.engine.report.collect import collect, read_sweep
 from src.engine.report.comparison import Group, group
-from src.engine.report.corrections import Correction, correct
+from src.engine.report.evidence import Evidence
 from src.engine.report.families import with_contrasts
 from src.engine.report.lead import Lead, lead
 from src.engine.report.measured import Run
-from src.engine.report.plain import plain, relative, table
+from src.engine.report.plain import plain, relative, row
 from src.engine.report.settings import hardware
 from src.engine.report.statistics import SMALLEST_DIFFERENCE
 from src.engine.report.wording import method
@@ -38,7 +41,6 @@ class Machine:
 
     name: str
     groups: list[Group]
-    runs: list[Run]
     claims: list[Claim]
     corrections: list[Correction]
 
@@ -64,7 +66,8 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     out = (out or sweep_folders[0]).resolve()
     report = compare(runs, sweep_folders)
     write_json(out / "report.json", plain(report, out))
-    write_text(out / "report.csv", table(runs, out).to_csv(index=False, lineterminator="\n"))
+    rows = pd.DataFrame([row(run, out) for run in runs])
+    write_text(out / "report.csv", rows.to_csv(index=False, lineterminator="\n"))
     write_text(out / "report.md", _render("report.md.j2", report, out, {}))
     write_text(out / "report.html", _render("report.html.j2", report, out, _plots(report.groups, out / PLOTS)))
     return out / "report.html"
@@ -80,7 +83,8 @@ def compare(runs: list[Run], folders: Sequence[Path] = ()) -> Report:
         accelerators = {g.accelerator for g in mine}
         # A job that never began has no record of its hardware: its refusal or failure counts as evidence everywhere.
         here = [r for r in runs if not r.accelerator or (hardware(r) == name and r.accelerator in accelerators)]
-        machines.append(Machine(name, mine, here, judge(mine, here), correct(mine, here)))
+        evidence = Evidence(mine, here)
+        machines.append(Machine(name, mine, judge(evidence), correct(evidence)))
     sweeps = [read_sweep(folder) for folder in folders if (folder / "jobs.json").is_file()]
     return Report(sweeps, runs, _counts(runs), smallest, [lead(g, smallest) for g in groups], machines, groups)
 
@@ -152,7 +156,4 @@ def _href(run: Run, out: Path) -> str:
 
 def _markdown(text: object) -> str:
     """Text that stands in a Markdown table as it is."""
-    words = " ".join(str(text).split())
-    for special in "\\`*_|<>[]":
-        words = words.replace(special, f"\\{special}")
-    return words
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(str(text).split()))

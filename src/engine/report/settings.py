@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,34 +26,28 @@ def hardware(run: Run) -> str:
 
 
 def varied(runs: Iterable[Run]) -> dict[str, list[Any]]:
-    """Config keys with more than one value over `runs`, with these values."""
-    values: dict[str, dict[str, Any]] = defaultdict(dict)
-    count: dict[str, int] = defaultdict(int)
-    total = 0
-    for run in runs:
-        total += 1
-        for key, value in run.config.items():
-            values[key][repr(value)] = value
-            count[key] += 1
-    return {
-        key: list(seen.values()) + ([None] if count[key] < total and "None" not in seen else [])
-        for key, seen in values.items()
-        if len(seen) > 1 or count[key] < total
-    }
+    """Config keys with more than one value over the `runs` with a config, with these values; a missing key is null."""
+    return {key: values for key, values in _values(runs).items() if len(values) > 1}
 
 
 def shared(runs: Iterable[Run]) -> dict[str, Any]:
     """Config keys that have one value in all `runs` with a config."""
-    configured = [run for run in runs if run.config]
-    differing = varied(configured)
-    return {key: value for key, value in configured[0].config.items() if key not in differing} if configured else {}
+    return {key: values[0] for key, values in _values(runs).items() if len(values) == 1}
+
+
+def _values(runs: Iterable[Run]) -> dict[str, list[Any]]:
+    configs = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return {key: list({repr(config.get(key)): config.get(key) for config in configs}.values()) for key in keys}
 
 
 def words(run: Run, keys: Iterable[str], prefix: str = "") -> str:
-    def text(value: Any) -> str:
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return ", ".join(f"{key.removeprefix(prefix)}={spelled(run.config.get(key))}" for key in keys)
 
-    return ", ".join(f"{key.removeprefix(prefix)}={text(run.config.get(key))}" for key in keys)
+
+def spelled(value: Any) -> str:
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from scipy.special import (
-    stdtr,
-    stdtrit,
-)  # Student's t: its distribution and quantiles; scipy.stats takes a second to import
+from scipy.special import stdtr, stdtrit  # Student's t and its quantiles; scipy.stats takes a second to import
 
 HOLDS, FAILS, UNDECIDED, UNMEASURED = "holds", "does not hold", "undecided", "cannot be measured here"
 SMALLEST_DIFFERENCE = 0.03  # a smaller one is of no interest to who chooses a strategy
@@ -59,18 +56,18 @@ class Contrast:
     high: float | None
     n: int
     verdict: str
-    detectable: float | None = (
-        None  # smallest difference (0.1: a tenth) that would have been seen in POWER of such sweeps
-    )
+    detectable: float | None = None  # smallest difference (0.1: a tenth) to be seen in POWER of such sweeps
     blocks_needed: int | None = None  # where undecided: how many would decide, if the estimate stays; None: unknown
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """(low, high), without ends where no noise is known."""
+        return (-math.inf, math.inf) if self.low is None or self.high is None else (self.low, self.high)
 
     def exceeds(self, limit: float) -> str:
         """The verdict on "a is at least `limit` times b"."""
-        if self.ratio is None:
-            return UNMEASURED
-        if self.low is None or self.high is None:
-            return UNDECIDED
-        return HOLDS if self.low >= limit else FAILS if self.high < limit else UNDECIDED
+        low, high = self.interval
+        return UNMEASURED if self.ratio is None else HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
 
 
 def contrasts(
@@ -88,7 +85,7 @@ def contrasts(
 
 def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
     """The differences of `pairs` in logarithms, blocks taken out. Values that are not positive are left out."""
-    known = [row for row in rows if math.isfinite(row[2]) and row[2] > 0]
+    known = [row for row in rows if 0 < row[2] < math.inf]
     places = {name: place for place, name in enumerate(dict.fromkeys(row[0] for row in known))}
     blocks = {name: place for place, name in enumerate(dict.fromkeys(row[1] for row in known))}
     point = np.array([places[row[0]] for row in known], dtype=int)
@@ -108,16 +105,14 @@ def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[st
     rank = round(float(np.trace(variances @ information)))
     freedom = len(known) - len(blocks) - rank
     noise = math.sqrt(float(rest @ rest) / freedom) if freedom > 0 else 0.0
-    found = []
+    found, identity = [], np.eye(len(places))
     for a, b in pairs:
         if a not in places or b not in places:
             found.append(Estimate(a, b, 0))
             continue
         first, second = places[a], places[b]
         n = int(min(counts[first].sum(), counts[second].sum()))
-        weights = np.zeros(len(places))
-        weights[first] += 1
-        weights[second] -= 1
+        weights = identity[first] - identity[second]
         if np.abs(information @ (variances @ weights) - weights).max() > 1e-6:  # no chain of blocks joins them
             found.append(Estimate(a, b, n))
             continue
@@ -156,11 +151,9 @@ def _contrast(e: Estimate, level: float, smallest: float) -> Contrast:
     reach = _quantile(1 - level / 2, e.freedom) * e.error
     low, high = math.exp(e.difference - reach), math.exp(e.difference + reach)
     detectable = math.expm1(reach + _quantile(POWER, e.freedom) * e.error)
-    if high < 1 + smallest:
-        return Contrast(e.a, e.b, ratio, low, high, e.n, FAILS, detectable)
-    if low > 1:
-        return Contrast(e.a, e.b, ratio, low, high, e.n, HOLDS, detectable)
-    return Contrast(e.a, e.b, ratio, low, high, e.n, UNDECIDED, detectable, _blocks_needed(e, level, smallest))
+    verdict = FAILS if high < 1 + smallest else HOLDS if low > 1 else UNDECIDED
+    needed = _blocks_needed(e, level, smallest) if verdict == UNDECIDED else None
+    return Contrast(e.a, e.b, ratio, low, high, e.n, verdict, detectable, needed)
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
@@ -201,7 +194,7 @@ def choose(
     best = max(names, key=lambda name: -math.inf if (found := to_first[name]) is None else found)
     for simpler in names[: names.index(best)]:
         [found] = contrasts(rows, [(simpler, best)], smallest_difference)
-        if found.low is not None and found.low >= 1 - smallest_difference:
+        if found.exceeds(1 - smallest_difference) == HOLDS:
             return simpler, found
     return best, None
 
@@ -219,6 +212,4 @@ class Summary:
 def summarise(values: Iterable[float | None]) -> Summary | None:
     """None where nothing finite was measured: never a 0 in place of a missing number."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
-    if not finite:
-        return None
-    return Summary(median(finite), min(finite), max(finite), len(finite))
+    return Summary(median(finite), min(finite), max(finite), len(finite)) if finite else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from src.engine.report.comparison import Group, Point
 from src.engine.report.measured import Run
-from src.engine.report.settings import flat, shared, varied
+from src.engine.report.settings import flat, shared, spelled, varied
 from src.engine.report.statistics import Summary
 from src.engine.report.wording import doubt, figure, percent, times, with_range
 
@@ -40,40 +40,34 @@ def points_table(group: Group) -> Table:
     """One row per point; columns that no point has a figure for are left out."""
     unit, factor = _memory_unit(group)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
-    columns = ["point", "runs", "images/s", "over single (95 %)", "efficiency", "ms per step", "p95", "steps timed"]
-    columns += ["data wait, %", "comm. not hidden, ms", "CPU s per s", "to first step, s", memory, "val. accuracy, %"]
-    rows = [_point_row(group, point, factor) for point in group.points]
-    told = [place for place in range(len(columns)) if any(row[place].text not in (DASH, NOT_HERE) for row in rows)]
-    kept = sorted({0, 1, 2, *told})
-    return Table(
-        [*(columns[place] for place in kept), "folders"],
-        [[*(row[place] for place in kept), row[-1]] for row in rows],
-        f"{group.batch_words.capitalize()}: medians (smallest–largest) of the repeats",
-        _notes(group),
-    )
+    rows = [_point_row(group, point, memory, factor) for point in group.points]
+    told = [name for name in rows[0] if any(row[name].text not in (DASH, NOT_HERE) for row in rows)]
+    kept = [name for name in rows[0] if name in ("images/s", *told)]
+    caption = f"{group.batch_words.capitalize()}: medians (smallest–largest) of the repeats"
+    return Table(kept, [[row[name] for name in kept] for row in rows], caption, _notes(group))
 
 
-def _point_row(group: Group, point: Point, factor: float) -> list[Cell]:
+def _point_row(group: Group, point: Point, memory: str, factor: float) -> dict[str, Cell]:
     contrast, efficiency, hidden = group.over_single(point), group.efficiency(point), point.stand_in
     over_single = times(contrast) if contrast and contrast.ratio is not None else DASH
     marks = " *" * point.stand_in + " †" * bool(point.needless_threads) + " ‡" * (not group.same_threads(point))
-    return [
-        Cell(point.label + marks),
-        _number(str(len(point.runs)) + (f", {point.flagged} flagged" if point.flagged else "")),
-        _summary(point.speed, hidden),
-        _number(NOT_HERE if hidden else over_single),
-        _number(figure(efficiency) if efficiency else DASH),
-        _summary(point.measure("step_ms"), hidden),
-        _summary(point.measure("step_ms_p95"), hidden, middle=True),
-        _number(f"{steps.median:,.0f}" if (steps := point.measure("steps_timed")) else DASH),
-        _summary(point.measure("data_wait"), factor=100, middle=True),
-        _summary(point.measure("exposed_ms"), hidden, middle=True),
-        _summary(point.measure("cpu_seconds"), middle=True),
-        _summary(point.measure("first_step_seconds")),
-        _number(_peaks(point, factor)),
-        _summary(point.measure("accuracy"), factor=100),
-        _links(point.runs),
-    ]
+    return {
+        "point": Cell(point.label + marks),
+        "runs": _number(str(len(point.runs)) + (f", {point.flagged} flagged" if point.flagged else "")),
+        "images/s": _summary(point.speed, hidden),
+        "over single (95 %)": _number(NOT_HERE if hidden else over_single),
+        "efficiency": _number(figure(efficiency) if efficiency else DASH),
+        "ms per step": _summary(point.measure("step_ms"), hidden),
+        "p95": _summary(point.measure("step_ms_p95"), hidden, middle=True),
+        "steps timed": _number(f"{steps.median:,.0f}" if (steps := point.measure("steps_timed")) else DASH),
+        "data wait, %": _summary(point.measure("data_wait"), factor=100, middle=True),
+        "comm. not hidden, ms": _summary(point.measure("exposed_ms"), hidden, middle=True),
+        "CPU s per s": _summary(point.measure("cpu_seconds"), middle=True),
+        "to first step, s": _summary(point.measure("first_step_seconds")),
+        memory: _number(_peaks(point, factor)),
+        "val. accuracy, %": _summary(point.measure("accuracy"), factor=100),
+        "folders": _links(point.runs),
+    }
 
 
 def contrasts_table(group: Group) -> Table:
@@ -94,15 +88,14 @@ def contrasts_table(group: Group) -> Table:
 
 def settings_tables(runs: Sequence[Run]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
-    configured = [run for run in runs if run.config]
     environments: dict[str, dict[str, Any]] = {}
     for run in runs:
         for key, value in flat({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN}).items():
             if value not in (None, "", [], {}):
-                environments.setdefault(key, {})[_words(value)] = value
+                environments.setdefault(key, {})[spelled(value)] = value
     return [
-        _keys("What varied", varied(configured)),
-        _keys("What all points share", {key: [value] for key, value in shared(configured).items()}),
+        _keys("What varied", varied(runs)),
+        _keys("What all points share", {key: [value] for key, value in shared(runs).items()}),
         _keys("Hardware and versions", {key: list(values.values()) for key, values in environments.items()}),
     ]
 
@@ -110,7 +103,7 @@ def settings_tables(runs: Sequence[Run]) -> list[Table]:
 def _keys(caption: str, values: dict[str, list[Any]]) -> Table:
     def listed(seen: list[Any], most: int = 12) -> str:
         more = f", … ({len(seen)} values)" if len(seen) > most else ""
-        return ", ".join(map(_words, seen[:most])) + more
+        return ", ".join(map(spelled, seen[:most])) + more
 
     return Table(["key", "values"], [[Cell(key), Cell(listed(seen))] for key, seen in sorted(values.items())], caption)
 
@@ -177,7 +170,3 @@ def _links(runs: Sequence[Run], most: int = MOST_LINKS) -> Cell:
 
 def _number(text: str) -> Cell:
     return Cell(text, number=True)
-
-
-def _words(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
