@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, Finding, Stated, gib, missing, weigh
+from src.engine.report.evidence import Evidence, Finding, gib, missing, weigh
 from src.engine.report.families import SPEED
 from src.engine.report.measured import Run
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
@@ -44,13 +44,10 @@ def ddp_is_close_to_linear(e: Evidence) -> Finding:
     if found and not fair:
         return Finding(UNMEASURED, reason="all points have more threads than cores, or other threads than single")
 
-    def verdict_of(s: Stated) -> str:
-        disturbed = s.contrast.verdict == UNMEASURED
-        return UNMEASURED if disturbed else s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices)
-
     shares = listing(f"{figure(s.group.efficiency(s.a) or 0)} for {s.place}, {s.group.kind} scaling" for s in fair)
     rule = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}; here {shares}"
-    return weigh(fair, "the images/s of single", rule, verdict_of, nothing)
+    verdicts = [s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices) for s in fair]
+    return weigh(fair, "the images/s of single", rule, verdicts, nothing)
 
 
 def dp_fills_device_0(e: Evidence) -> Finding:
@@ -91,20 +88,17 @@ def ddp_uses_the_cores(e: Evidence) -> Finding:
 
 def lock_hurts_small_layers(e: Evidence) -> Finding:
     known = [(depth, s) for s in e.over_single("dp") if (depth := _depth(s.group)) is not None]
-    fewer = {
-        id(many): few
+    pairs = {
+        many.a: (many, few)
         for depth, many in known
         for other, few in known
         if depth > other and (many.a.devices, many.group.batch_words) == (few.a.devices, few.group.batch_words)
-    }
-
-    def verdict_of(many: Stated) -> str:
-        return _is_below(many.contrast, fewer[id(many)].contrast)
-
-    against = listing(f"{figure(s.contrast.ratio or 0)} × at depth {_depth(s.group)}" for s in fewer.values())
+    }.values()
+    against = listing(f"{figure(few.contrast.ratio or 0)} × at depth {_depth(few.group)}" for _, few in pairs)
+    verdicts = [_is_below(many.contrast, few.contrast) for many, few in pairs]
     nothing = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
     rule = f"beside {against}; the two intervals must lie apart"
-    return weigh([s for _, s in known if id(s) in fewer], "the images/s of single", rule, verdict_of, nothing)
+    return weigh([many for many, _ in pairs], "the images/s of single", rule, verdicts, nothing)
 
 
 def ddp_moves_less(e: Evidence) -> Finding:

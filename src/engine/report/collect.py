@@ -58,10 +58,9 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
     """`job` is None where the folder is a run by itself."""
     try:
         result = read_result(folder) if (folder / "result.json").is_file() else None
-        record = _read_json(folder / "result.json") if result is not None else {}
+        record = _read_json(folder / "result.json")
     except ValueError as error:
         raise ValueError(f"{error}; or run that job again, or leave the folder out") from None
-    environment = folder / "environment.json"
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result is not None and status not in ("waiting", "running"):
         status, reason = result.status, result.reason or reason
@@ -79,13 +78,14 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         overrides=tuple(job.overrides) if job else (),
         record=record,
         config=_read_config(folder / "config.yaml"),
-        environment=_read_json(environment) if environment.is_file() else {},
+        environment=_read_json(folder / "environment.json"),
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error}); restore it or leave the folder out") from None
     if not isinstance(values, dict):

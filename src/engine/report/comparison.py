@@ -192,10 +192,8 @@ def group(runs: Iterable[Run]) -> list[Group]:
 
 def _swept_workers(runs: list[Run]) -> bool:
     """Whether the workers differ within a strategy and device count; `auto` may give each strategy its own number."""
-    seen: dict[tuple[str, int], set[Any]] = defaultdict(set)
-    for run in runs:
-        seen[run.strategy, run.devices].add(run.config.get("data.workers"))
-    return any(len(values) > 1 for values in seen.values())
+    seen = {(run.strategy, run.devices, run.config.get("data.workers")) for run in runs}
+    return len(seen) > len({(strategy, devices) for strategy, devices, _ in seen})
 
 
 def _batch(run: Run) -> tuple[str, int | None]:

@@ -100,16 +100,16 @@ def weigh(
     found: Sequence[Stated],
     what: str,
     rule: str = "",
-    verdict_of: Callable[[Stated], str] = lambda stated: stated.contrast.verdict,
+    verdicts: Sequence[str] | None = None,
     nothing: Finding | None = None,
 ) -> Finding:
     """Of a claim that each contrast must bear out: fails with one that fails, and is undecided with one that is.
 
-    `nothing`: what is said where there is no contrast.
+    `verdicts`: of each, where not the contrasts' own; `nothing`: what is said where there is no contrast.
     """
     if not found:
         return nothing or missing("dp and ddp on the same devices")
-    words = [(stated, verdict_of(stated)) for stated in found]
+    words = list(zip(found, verdicts or [s.contrast.verdict for s in found], strict=True))
     runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
     verdict = next((v for v in (FAILS, UNDECIDED, HOLDS) if v in {word for _, word in words}), UNMEASURED)
     reason = "most runs were disturbed" if verdict == UNMEASURED else ""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from src.engine.report.report import Report
 
 FORMAT = 2
+_OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+_OF_A_POINT = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
@@ -34,7 +36,9 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "smallest_difference": report.smallest_difference,
         "lead": leads[0] if leads else None,
         "leads": leads,
-        "groups": [_plain_group(group) for group in report.groups],
+        "groups": [
+            {**_pick(group, *_OF_A_GROUP), "points": [point.label for point in group.points]} for group in report.groups
+        ],
         "points": [_plain_point(group, point) for group in report.groups for point in group.points],
         "contrasts": [
             {**_place(group), "measure": measure, **dataclasses.asdict(contrast)}
@@ -93,16 +97,10 @@ def row(run: Run, out: Path) -> dict[str, Any]:
     }
 
 
-def _plain_group(group: Group) -> dict[str, Any]:
-    told = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
-    return {**_pick(group, *told), "points": [point.label for point in group.points]}
-
-
 def _plain_point(group: Group, point: Point) -> dict[str, Any]:
-    told = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
     return {
         **_place(group),
-        **_pick(point, *told),
+        **_pick(point, *_OF_A_POINT),
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_single(point)),
         "efficiency": group.efficiency(point),

@@ -15,14 +15,12 @@ def hardware(run: Run) -> str:
     devices = run.environment.get("devices") or []
     # Names only, no count: a run may have been shown only some of the machine's devices.
     names = sorted({str(device.get("name", "")) for device in devices if isinstance(device, dict)})
-    parts = [" + ".join(names) or "unknown GPU", processor] if run.accelerator == "cuda" else [f"CPU: {processor}"]
-    if run.accelerator == "mps":
-        parts = [f"Apple GPU: {processor}"]
-    parts.append(f"torch {(run.environment.get('libraries') or {}).get('torch') or '—'}")
-    if run.accelerator == "cuda":
-        named = {"CUDA": run.environment.get("cuda"), "driver": run.environment.get("driver")}
-        parts += [f"{name} {value}" for name, value in named.items() if value]
-    return "; ".join(parts)
+    torch = f"torch {(run.environment.get('libraries') or {}).get('torch') or '—'}"
+    if run.accelerator != "cuda":
+        return f"{'Apple GPU' if run.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
+    named = {"CUDA": run.environment.get("cuda"), "driver": run.environment.get("driver")}
+    versions = [f"{name} {value}" for name, value in named.items() if value]
+    return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
 
 def varied(runs: Iterable[Run]) -> dict[str, list[Any]]:

@@ -65,9 +65,10 @@ class Contrast:
         return (-math.inf, math.inf) if self.low is None or self.high is None else (self.low, self.high)
 
     def exceeds(self, limit: float) -> str:
-        """The verdict on "a is at least `limit` times b"."""
+        """The verdict on "a is at least `limit` times b"; none where the contrast itself is given none."""
         low, high = self.interval
-        return UNMEASURED if self.ratio is None else HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
+        silent = self.verdict == UNMEASURED
+        return UNMEASURED if silent else HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
 
 
 def contrasts(

@@ -132,13 +132,11 @@ def _notes(group: Group) -> list[str]:
         notes.append(f"† {threads} threads on {cores} cores: more threads than cores.")
     if not all(map(group.same_threads, group.points)):
         notes.append("‡ Other threads per device than single: the ratio mixes both effects.")
-    slow = [
-        (p, run, speed) for p in group.points for run in p.runs if (speed := run.measure("images_per_sec")) and p.speed
-    ]
-    slow = [(p, run, speed) for p, run, speed in slow if p.speed and speed < OUTLIER * p.speed.median][:MOST_LINKS]
-    notes += [f"Outlier, kept: {run.name} ({p.label}) at {figure(speed)} images/s." for p, run, speed in slow]
-    flagged = [(point, run) for point in group.points for run in point.runs if run.flags]
-    notes += [f"Flagged: {run.name} ({point.label}): {'; '.join(run.flags)}." for point, run in flagged[:MOST_LINKS]]
+    runs = [(point, run, run.measure("images_per_sec")) for point in group.points for run in point.runs]
+    slow = [(p, run, own) for p, run, own in runs if own and (usual := p.speed) and own < OUTLIER * usual.median]
+    notes += [f"Outlier, kept: {r.name} ({p.label}) at {figure(own)} images/s." for p, r, own in slow[:MOST_LINKS]]
+    flagged = [f"Flagged: {run.name} ({p.label}): {'; '.join(run.flags)}." for p, run, _ in runs if run.flags]
+    notes += flagged[:MOST_LINKS]
     extra = sorted((run for run in group.runs if run.block is None), key=lambda run: run.position or 0)
     speeds = [figure(speed) for run in extra if (speed := run.measure("images_per_sec")) is not None]
     return [*notes, *([f"The baseline, first and last: {' and '.join(speeds)} images/s."] if len(speeds) > 1 else [])]
