@@ -31,7 +31,6 @@ from src.engine.report.wording import method
 MOST_GROUPS_PLOTTED = 10
 MOST_PLOT_BYTES = 1_000_000
 MOST_GROUPS_SHOWN = 30
-MOST_UNFINISHED_SHOWN = 300
 PLOTS = "report_plots"  # folder beside the report
 
 
@@ -115,15 +114,13 @@ def _render(template: str, report: Report, out: Path, plots: dict[Group, Any]) -
     )
     environment.filters["markdown"] = _markdown
     environment.globals.update(tables=tables, href=lambda run: _href(run, out))
-    unfinished = [run for run in report.runs if not run.comparable]
     return environment.get_template(template).render(
         report=report,
         groups=report.groups[:MOST_GROUPS_SHOWN],
         plots=plots,
         settings=tables.settings_tables(report.runs),
         method=method(report.smallest_difference),
-        unfinished=unfinished[:MOST_UNFINISHED_SHOWN],
-        num_unfinished=len(unfinished),
+        unfinished=[run for run in report.runs if not run.comparable],
     )
 
 

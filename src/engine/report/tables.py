@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS = 12
 OUTLIER = 0.75  # a run at a smaller share of its point's median speed is named
 MOST_DEVICES = 8
+MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
 LONGEST_REASON = 240  # characters
 _OF_ONE_RUN = ("format", "time", "command", "topology")  # of an environment record
 
@@ -108,16 +109,17 @@ def _keys(caption: str, values: dict[str, list[Any]]) -> Table:
     return Table(["key", "values"], [[Cell(key), Cell(listed(seen))] for key, seen in sorted(values.items())], caption)
 
 
-def unfinished_table(runs: Iterable[Run]) -> Table:
-    """Every job without comparable figures, with its reason."""
+def unfinished_table(runs: Sequence[Run]) -> Table:
+    """Jobs without comparable figures, with their reasons."""
     rows = []
-    for run in runs:
+    for run in runs[:MOST_UNFINISHED]:
         reason = run.doubt or run.reason or DASH
         shown = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
         point = f"{run.strategy or DASH} × {run.devices or DASH}"
         status = "done, not compared" if run.doubt else run.status.replace("_", " ")
         rows.append([Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(status), Cell(shown), _links((run,))])
-    return Table(["point", "overrides", "status", "reason", "folder"], rows)
+    notes = [f"and {len(runs) - len(rows)} more, in report.csv"] if len(runs) > len(rows) else []
+    return Table(["point", "overrides", "status", "reason", "folder"], rows, notes=notes)
 
 
 def _notes(group: Group) -> list[str]:
