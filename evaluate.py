@@ -57,7 +57,7 @@ def _evaluate(options: dict[str, str], words: list[str], arguments: list[str]) -
         from src.engine.launch.again import start_again_as_ranks
 
         start_again_as_ranks(config.parallel.devices, __file__, arguments)
-    from src.engine.launch.meeting import open_store
+    from src.engine.launch.rendezvous import open_store
     from src.run.evaluate import evaluate_config
 
     ranks = ranks or Ranks()

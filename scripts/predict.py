@@ -56,7 +56,7 @@ def _check(options: dict[str, str]) -> None:
 
 
 def _predict(options: dict[str, str]) -> None:
-    from src.engine.launch.meeting import open_store
+    from src.engine.launch.rendezvous import open_store
     from src.engine.machine.ranks import Ranks, ranks_from_environment
     from src.trained.predict import PredictionRequest, predict, write
 

@@ -17,7 +17,7 @@ import torch
 from conftest import in_ranks
 from torch.distributed import HashStore
 
-from src.engine.launch import signs
+from src.engine.launch import heartbeat
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import exit_after_stop_signal, stop_handler
 from src.parallel.stopping import Stopping
@@ -148,10 +148,10 @@ def test_a_long_call_is_waited_for_and_a_wait_for_ranks_that_have_left_is_not() 
 
 @pytest.mark.timeout(30)
 def test_a_rank_that_says_nothing_any_more_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "TICK", 0.05)
-    monkeypatch.setattr(signs, "LEFT", 0.4)
+    monkeypatch.setattr(heartbeat, "TICK", 0.05)
+    monkeypatch.setattr(heartbeat, "LEFT", 0.4)
     store = HashStore()
-    pair = [signs.Signs(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
+    pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
     for each in pair:
         each.start()
     until = time.monotonic() + 1
@@ -162,4 +162,4 @@ def test_a_rank_that_says_nothing_any_more_has_left(tmp_path: Path, monkeypatch:
     while not pair[0].peer_has_left():
         time.sleep(0.05)
     pair[0].close()
-    assert not signs.Signs(Ranks(), None, tmp_path).peer_has_left()
+    assert not heartbeat.Heartbeats(Ranks(), None, tmp_path).peer_has_left()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from src.engine.launch import watchdog
 from src.engine.launch.failure import failure_files, first_failure, write_failure
-from src.engine.launch.signs import NODE_SILENT, START_SILENT, Sign, Signs, publish_failure
+from src.engine.launch.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
 from src.engine.launch.supervisor import Ended
 from src.engine.launch.watchdog import judge
 from src.engine.machine.pulse import BACKWARD, FORWARD, pulse
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 PLACES = st.tuples(st.integers(5, 7), st.integers(1, 6))
 
 
-def signs(places: list[tuple[int, int]], ticks: list[int]) -> list[Sign]:
+def heartbeats(places: list[tuple[int, int]], ticks: list[int]) -> list[Heartbeat]:
     return [
-        Sign(rank, "here", 100 + rank, *place, tick)
+        Heartbeat(rank, "here", 100 + rank, *place, tick)
         for rank, (place, tick) in enumerate(zip(places, ticks, strict=True))
     ]
 
 
 @given(st.lists(PLACES, min_size=1, max_size=8))
 def test_among_ranks_that_answer_the_one_furthest_behind_has_failed(places: list[tuple[int, int]]) -> None:
-    failed, recorder, reason = judge(signs(places, [1] * len(places)), signs(places, [3] * len(places)), 120)
+    failed, recorder, reason = judge(heartbeats(places, [1] * len(places)), heartbeats(places, [3] * len(places)), 120)
     assert failed.place == min(places)
     assert recorder == failed.rank
     assert f"rank {failed.rank} made no progress for 120 s" in reason
@@ -51,14 +51,16 @@ def test_among_ranks_that_answer_the_one_furthest_behind_has_failed(places: list
 )
 def test_a_rank_that_does_not_answer_has_failed_wherever_it_is(ranks: list[tuple[tuple[int, int], bool]]) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
-    failed, recorder, _ = judge(signs(places, [4] * len(ranks)), signs(places, [4 + answer for answer in answers]), 120)
+    failed, recorder, _ = judge(
+        heartbeats(places, [4] * len(ranks)), heartbeats(places, [4 + answer for answer in answers]), 120
+    )
     assert not answers[failed.rank]
     assert answers[recorder]
 
 
 def test_the_one_in_the_forward_pass_is_behind_those_in_the_backward_pass() -> None:
-    now = signs([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
-    failed, _, reason = judge(signs([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
+    now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
+    failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
     assert failed.rank == 1
     assert "the forward pass of step 7" in reason
 
@@ -85,7 +87,7 @@ def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(watchdog.Watchdog, "limit", 100)
     monkeypatch.setattr(dog, "ranks", Ranks(), raising=False)
-    monkeypatch.setattr(dog, "signs", Signs(Ranks(), None, tmp_path), raising=False)
+    monkeypatch.setattr(dog, "heartbeats", Heartbeats(Ranks(), None, tmp_path), raising=False)
     monkeypatch.setattr(dog, "_end", ended.append, raising=False)
 
     class Ticks:
@@ -105,7 +107,7 @@ def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.
 
 
 class Board:
-    """A store that all signs of a test share."""
+    """A store that all heartbeats of a test share."""
 
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
@@ -120,20 +122,20 @@ class Board:
         return all(key in self.words for key in keys)
 
 
-def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Signs, Signs]:
+def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeats, Heartbeats]:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     board = Board()
     ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
-    signs = [Signs(place, board, folder) for place in ranks]  # type: ignore[arg-type]
-    for each in (*signs, *signs):
+    heartbeats = [Heartbeats(place, board, folder) for place in ranks]  # type: ignore[arg-type]
+    for each in (*heartbeats, *heartbeats):
         speak(each)
-    return signs[0], signs[1]
+    return heartbeats[0], heartbeats[1]
 
 
-def speak(signs: Signs) -> None:
-    signs.ticks += 1
-    signs._exchange()
-    signs.answered_at = time.monotonic()
+def speak(heartbeats: Heartbeats) -> None:
+    heartbeats.ticks += 1
+    heartbeats._exchange()
+    heartbeats.answered_at = time.monotonic()
 
 
 def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
@@ -191,15 +193,15 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
     """Rank 1, on another node with a folder of its own, fails; what rank 0's folder then says."""
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
-    signs = Signs(place, store, own)
-    speak(signs)
+    heartbeats = Heartbeats(place, store, own)
+    speak(heartbeats)
     if ranks.rank == 1:
         publish_failure(store, {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"})
         store.set("told", "")
     else:
         store.wait(["told"])
-        speak(signs)
-        assert signs.failed
+        speak(heartbeats)
+        assert heartbeats.failed
     return [path.read_text() for path in failure_files(own)]
 
 

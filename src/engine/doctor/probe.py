@@ -39,10 +39,10 @@ def timm_says() -> dict[str, Any]:
 
 def rendezvous() -> dict[str, Any]:
     """A store on loopback, as ranks meet at one, and a word through it."""
-    from src.engine.launch.meeting import Meeting
+    from src.engine.launch.rendezvous import Rendezvous
     from src.engine.machine.ranks import Place
 
-    store = Meeting(Place(), timeout=10).store
+    store = Rendezvous(Place(), timeout=10).store
     store.clone().set("doctor", "here")
     return {"said": store.get("doctor").decode()}
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from src.engine.config.compose import read_frozen
 from src.engine.launch.failure import failure_file, failure_files, first_failure, wordless
+from src.engine.launch.heartbeat import fetch_failures, publish_failure
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.kubernetes import place_of_pod
-from src.engine.launch.meeting import Meeting
 from src.engine.launch.nodes import all_facts, check_nodes, own_facts, tell_facts
-from src.engine.launch.signs import fetch_failures, publish_failure
+from src.engine.launch.rendezvous import Rendezvous
 from src.engine.launch.slurm import NODE_LOST, place_of_step
 from src.engine.launch.supervisor import Ended, run_ranks
 from src.engine.launch.torchrun import keep_config, where_logs_are
@@ -73,21 +73,21 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
     """Node 0: wait for the others, give them the config, run, and record how it ended."""
     before = _checkpoints(folder)
     prepare(config, folder)
-    meeting = None
+    rendezvous = None
     if place.nodes > 1:
         try:
-            meeting = _meet(place, config.parallel.start_timeout)
-            check_nodes(config, all_facts(meeting.store, place.nodes))
+            rendezvous = _meet(place, config.parallel.start_timeout)
+            check_nodes(config, all_facts(rendezvous.store, place.nodes))
         except ValueError as error:
             record_end(config, folder, "failed", str(error))
-            if meeting is not None:
-                _refuse_others(meeting.store, place.nodes)
+            if rendezvous is not None:
+                _refuse_others(rendezvous.store, place.nodes)
             raise
-        meeting.store.set(CONFIG, (folder / "config.yaml").read_text(encoding="utf-8"))
-    ended = run_ranks(config, folder, meeting)
+        rendezvous.store.set(CONFIG, (folder / "config.yaml").read_text(encoding="utf-8"))
+    ended = run_ranks(config, folder, rendezvous)
     _note_stop(ended)
-    if meeting is not None and ended.exit_codes and ended.signal is None:
-        _hear_others(_of_ranks(meeting.store), folder, _first_rank(config, place))
+    if rendezvous is not None and ended.exit_codes and ended.signal is None:
+        _hear_others(_of_ranks(rendezvous.store), folder, _first_rank(config, place))
     code = conclude(config, folder, ended)
     lost = code == 1 and first_failure(folder, ended).get("exception") == "NodeLost"
     return NODE_LOST if lost and _checkpoints(folder) != before else code
@@ -96,11 +96,11 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
 def follow(folder: Path, place: Place) -> int:
     """Another node: run what node 0 says, and tell it of ranks that could not speak for themselves."""
     seconds = ParallelConfig().start_timeout
-    meeting = _meet(place, seconds)
-    meeting.store.wait([CONFIG], timedelta(seconds=seconds))
-    text = meeting.store.get(CONFIG).decode()
+    rendezvous = _meet(place, seconds)
+    rendezvous.store.wait([CONFIG], timedelta(seconds=seconds))
+    text = rendezvous.store.get(CONFIG).decode()
     if not text:
-        meeting.store.set(f"left/{place.node}", "")
+        rendezvous.store.set(f"left/{place.node}", "")
         return 2  # node 0 has said why
     keep_config(folder, text)
     config = read_frozen(folder)
@@ -109,22 +109,22 @@ def follow(folder: Path, place: Place) -> int:
         ranks.rank, ranks.rank + ranks.local_world_size
     ):  # of an earlier attempt, on this node's own disk
         failure_file(folder, rank).unlink(missing_ok=True)
-    ended = run_ranks(config, folder, meeting)
+    ended = run_ranks(config, folder, rendezvous)
     _note_stop(ended)
     if ended.signal is not None:
         return 128 + ended.signal
     if ended.exit_codes:
-        _speak_for_the_dead(_of_ranks(meeting.store), folder, ended)
+        _speak_for_the_dead(_of_ranks(rendezvous.store), folder, ended)
         print(where_logs_are(ranks, folder), file=sys.stderr, flush=True)
     return int(bool(ended.exit_codes))
 
 
-def _meet(place: Place, seconds: float) -> Meeting:
+def _meet(place: Place, seconds: float) -> Rendezvous:
     with imports_without_collector():
-        import torch.distributed  # noqa: F401  # which a meeting needs
-    meeting = Meeting(place, seconds)
-    tell_facts(meeting.store, place.node, own_facts(place.node))
-    return meeting
+        import torch.distributed  # noqa: F401  # which a rendezvous needs
+    rendezvous = Rendezvous(place, seconds)
+    tell_facts(rendezvous.store, place.node, own_facts(place.node))
+    return rendezvous
 
 
 def _refuse_others(store: Store, nodes: int) -> None:
@@ -141,7 +141,7 @@ def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
 
 
 def _of_ranks(store: Store) -> Store:
-    """The keys of the ranks themselves, who never start again within a job (launch/meeting.py: open_store)."""
+    """The keys of the ranks themselves, who never start again within a job (launch/rendezvous.py: open_store)."""
     from torch.distributed import PrefixStore
 
     return PrefixStore("attempt_0", store)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import failure_record, write_failure
-from src.engine.launch.meeting import open_store
-from src.engine.launch.signs import Signs, publish_failure
+from src.engine.launch.heartbeat import Heartbeats, publish_failure
+from src.engine.launch.rendezvous import open_store
 from src.engine.launch.watchdog import Watchdog
 from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import die_with_parent
@@ -63,17 +63,23 @@ def run_rank(
         signal.signal(number, stop_handler)
     own_store = None if store is None else store.clone()
     try:
-        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words) as signs:
+        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words) as heartbeats:
             # before training there is nothing to save, and without a peer nobody can
-            exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or signs.peer_has_left())
-            return _run_recorded(run, config, folder, ranks, store, own_log, signs)
+            exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left())
+            return _run_recorded(run, config, folder, ranks, store, own_log, heartbeats)
     except Stopped as stop:
         log.info("stopped by %s", stop)
         return 128 + stop.number
 
 
 def _run_recorded(
-    run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None, own_log: Path, signs: Signs
+    run: RankMain,
+    config: ResolvedConfig,
+    folder: Path,
+    ranks: Ranks,
+    store: Store | None,
+    own_log: Path,
+    heartbeats: Heartbeats,
 ) -> int:
     try:
         run(config, folder, ranks, store)
@@ -86,7 +92,7 @@ def _run_recorded(
             publish_failure(store, record)
         write_failure(folder, record)
         if record["is_echo"] and ranks.nodes > 1:
-            signs.wait_for_cause()
+            heartbeats.wait_for_cause()
         return int(record["exit_code"])
 
 

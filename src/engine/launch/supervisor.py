@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.meeting import Meeting, listen_towards, register_backend
+from src.engine.launch.rendezvous import Rendezvous, listen_towards, register_backend
 from src.engine.machine import hardware
 from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
 from src.engine.machine.process import SAFE_PATH, imports_without_collector, no_survivors, process_started_at
@@ -41,16 +41,16 @@ class Ended:
     )
 
 
-def run_ranks(config: ResolvedConfig, folder: Path, meeting: Meeting | None = None) -> Ended:
+def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None) -> Ended:
     """Start this node's ranks of a resolved config on its run folder and wait until none is left.
 
-    `meeting`: with the other nodes; None where there are none.
+    `rendezvous`: with the other nodes; None where there are none.
     """
     environment = _environment(config)
     before = hardware.oom_kills()
     with no_survivors():
         if config.parallel.has_ranks:
-            ended = _run_agent(config, folder, environment, meeting)
+            ended = _run_agent(config, folder, environment, rendezvous)
         else:
             ended = _run_child(folder, environment)
     ended.oom_kills = hardware.oom_kills() - before
@@ -97,15 +97,17 @@ def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
     return ended
 
 
-def _run_agent(config: ResolvedConfig, folder: Path, environment: dict[str, str], meeting: Meeting | None) -> Ended:
+def _run_agent(
+    config: ResolvedConfig, folder: Path, environment: dict[str, str], rendezvous: Rendezvous | None
+) -> Ended:
     """All ranks of this machine under torch's elastic agent."""
     with imports_without_collector():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    meeting = meeting or Meeting(Place(), config.parallel.start_timeout)
-    place = meeting.place
+    rendezvous = rendezvous or Rendezvous(Place(), config.parallel.start_timeout)
+    place = rendezvous.place
     for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
@@ -113,9 +115,9 @@ def _run_agent(config: ResolvedConfig, folder: Path, environment: dict[str, str]
         min_nodes=place.nodes,
         max_nodes=place.nodes,
         nproc_per_node=config.parallel.devices // place.nodes,
-        run_id=meeting.get_run_id(),
+        run_id=rendezvous.get_run_id(),
         rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
-        rdzv_configs={"meeting": meeting},
+        rdzv_configs={"rendezvous": rendezvous},
         max_restarts=config.parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),

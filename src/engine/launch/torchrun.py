@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from src.engine.config.compose import read_frozen
-from src.engine.launch.meeting import listen_towards, open_store
 from src.engine.launch.nodes import all_facts, fit_to_nodes, own_facts, tell_facts
+from src.engine.launch.rendezvous import listen_towards, open_store
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Ranks, host_name, machine_id

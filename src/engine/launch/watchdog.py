@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import write_failure
-from src.engine.launch.signs import NODE_SILENT, TICK, Sign, Signs, lost_record, publish_failure
+from src.engine.launch.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, lost_record, publish_failure
 from src.engine.machine.platform import KILL
 from src.engine.machine.pulse import pulse
 from src.engine.machine.ranks import Ranks
@@ -52,19 +52,19 @@ class Watchdog:
         """`store`: a client of its own, None for the only rank. `log`: where stacks go. `last_words`: before leaving."""
         self.config, self.folder, self.ranks, self.store, self.log = config, folder, ranks, store, log
         self.last_words = last_words
-        self.signs = Signs(ranks, None if store is None else store.clone(), folder)
+        self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Signs:
-        self.signs.start()
+    def __enter__(self) -> Heartbeats:
+        self.heartbeats.start()
         self._thread.start()
-        return self.signs
+        return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
         """A thread inside the store while the interpreter shuts down would abort the process."""
         self._over.set()
-        self.signs.close()
+        self.heartbeats.close()
         self._thread.join(timeout=ANSWER)
 
     @property
@@ -78,19 +78,19 @@ class Watchdog:
         while not self._over.wait(TICK):
             now = time.monotonic()
             if now - looked_at > SUSPENDED / 3:
-                self.signs.forgive(now - looked_at)
+                self.heartbeats.forgive(now - looked_at)
             if now - looked_at > SUSPENDED:
                 moved_at += now - looked_at
             if pulse.beats != beats or _at_a_debugger():
                 beats, moved_at = pulse.beats, now
             looked_at = now
-            if self.signs.alarm or now - moved_at > self.limit:
+            if self.heartbeats.alarm or now - moved_at > self.limit:
                 self._end(now - moved_at)
                 return
-            if (lost := self.signs.silent_node()) is not None:
+            if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
                 return
-            if self.ranks.nodes > 1 and self.signs.failed:  # of one machine, the agent ends the others
+            if self.ranks.nodes > 1 and self.heartbeats.failed:  # of one machine, the agent ends the others
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at:
                     self._leave()
@@ -100,7 +100,7 @@ class Watchdog:
             self.last_words()
         os._exit(1)
 
-    def _end_without(self, lost: Sign) -> None:
+    def _end_without(self, lost: Heartbeat) -> None:
         """A node has not been heard of for too long: say which, and leave. What it holds open would wait for minutes."""
         where = f"node {lost.node} ({lost.host or 'where rank 0 is'})"
         told = f"{where}: rank {lost.rank} has not been heard of for {NODE_SILENT:.0f} s, last seen in {lost}"
@@ -115,16 +115,16 @@ class Watchdog:
         at_last = threading.Timer(ANSWER + 2 * WRITE, os._exit, (1,))  # where the store does not answer any more
         at_last.daemon = True
         at_last.start()
-        self.log.write(f"no progress for {silent:.0f} s while {self.signs.mine()}; the stacks of all threads:\n")
+        self.log.write(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}; the stacks of all threads:\n")
         self.log.flush()
         faulthandler.dump_traceback(file=self.log, all_threads=True)
-        mine = self.signs.mine()
+        mine = self.heartbeats.mine()
         before = after = [mine]
         if self.store is not None:
             self.store.set("watchdog/alarm", str(self.ranks.rank))
-            before = self.signs.all()
+            before = self.heartbeats.all()
             time.sleep(ANSWER)
-            after = self.signs.all()
+            after = self.heartbeats.all()
         failed, recorder, reason = judge(before, after, self.limit)
         if recorder == self.ranks.rank:
             self._record(failed, f"{reason}; if it is only slow, raise parallel.{self._limit_key()}", "NoProgress")
@@ -142,7 +142,7 @@ class Watchdog:
     def _limit_key(self) -> str:
         return "timeout" if pulse.steps_done else "start_timeout"
 
-    def _record(self, failed: Sign, reason: str, exception: str) -> None:
+    def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
         record = {**lost_record(failed, self.ranks, reason, self.folder), "exception": exception}
         if failed.rank == self.ranks.rank:
             record["traceback"] = _main_stack()
@@ -152,7 +152,7 @@ class Watchdog:
         write_failure(self.folder, record)
 
 
-def judge(before: list[Sign], after: list[Sign], limit: int) -> tuple[Sign, int, str]:
+def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[Heartbeat, int, str]:
     """(the rank that has failed, the rank that writes this down, why), from two looks after `limit` silent seconds.
 
     A rank whose watchdog does not tick is stopped, gone, or stuck in native code that keeps the interpreter's lock.
@@ -162,11 +162,11 @@ def judge(before: list[Sign], after: list[Sign], limit: int) -> tuple[Sign, int,
     silent = [new for new, old in zip(after, before, strict=True) if new.ticks == old.ticks]
     if silent and ticking:
         reason = f"rank {silent[0].rank} does not answer (stopped, or stuck in native code), last seen in {silent[0]}"
-        return silent[0], min(sign.rank for sign in ticking), reason
-    failed = min(after, key=lambda sign: (sign.place, sign.rank))
+        return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
+    failed = min(after, key=lambda heartbeat: (heartbeat.place, heartbeat.rank))
     reason = f"rank {failed.rank} made no progress for {limit} s, last seen in {failed}"
     if len(after) > 1:
-        alone = all(sign.place > failed.place for sign in after if sign.rank != failed.rank)
+        alone = all(heartbeat.place > failed.place for heartbeat in after if heartbeat.rank != failed.rank)
         reason += "; the others waited for it" if alone else "; other ranks stopped there too"
     return failed, failed.rank, reason
 

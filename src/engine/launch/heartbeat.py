@@ -31,7 +31,7 @@ TOLD = 2.0  # seconds for the store to take a word
 
 
 @dataclass
-class Sign:
+class Heartbeat:
     """What a rank shows of itself."""
 
     rank: int
@@ -52,7 +52,7 @@ class Sign:
 
 
 @dataclass
-class Signs:
+class Heartbeats:
     """This rank's side of the exchange; `store` is a client of its own, None for the only rank."""
 
     ranks: Ranks
@@ -63,30 +63,30 @@ class Signs:
     failed: bool = False  # a rank has said that it has failed
     gone: bool = False  # the store has closed, and with it node 0's launcher
     answered_at: float = field(default_factory=time.monotonic)
-    _nodes: dict[int, Sign] = field(default_factory=dict)  # of each other node, the sign of its first rank
+    _nodes: dict[int, Heartbeat] = field(default_factory=dict)  # of each other node, the heartbeat of its first rank
     _moved_at: dict[int, float] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each rank, and when they last moved
 
     def start(self) -> None:
         if self.store is not None:
-            threading.Thread(target=self._talk, name="signs", daemon=True).start()
+            threading.Thread(target=self._talk, name="heartbeats", daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
 
-    def mine(self) -> Sign:
+    def mine(self) -> Heartbeat:
         ranks = self.ranks
         place = (pulse.step, pulse.phase, self.ticks)
-        return Sign(ranks.rank, host_name(), os.getpid(), *place, machine_id(), ranks.node)
+        return Heartbeat(ranks.rank, host_name(), os.getpid(), *place, machine_id(), ranks.node)
 
-    def all(self) -> list[Sign]:
-        """Every rank's newest sign. Call it where the store answers."""
+    def all(self) -> list[Heartbeat]:
+        """Every rank's newest heartbeat. Call it where the store answers."""
         if self.store is None:
             return [self.mine()]
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
         return [
-            Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(rank)
+            Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else Heartbeat(rank)
             for rank, key in enumerate(keys)
         ]
 
@@ -99,23 +99,23 @@ class Signs:
             return self.failed or self.gone
         now = time.monotonic()
         try:
-            for sign in self.all():
-                if self._ticks.get(sign.rank, (-1, now))[0] != sign.ticks:
-                    self._ticks[sign.rank] = (sign.ticks, now)
+            for heartbeat in self.all():
+                if self._ticks.get(heartbeat.rank, (-1, now))[0] != heartbeat.ticks:
+                    self._ticks[heartbeat.rank] = (heartbeat.ticks, now)
         except RuntimeError:  # the store has closed
             return True
         return any(now - moved > LEFT for _, moved in self._ticks.values())
 
-    def silent_node(self) -> Sign | None:
-        """The sign of a node that has said nothing for NODE_SILENT seconds, None while all speak or there is only one."""
+    def silent_node(self) -> Heartbeat | None:
+        """The heartbeat of a node that has said nothing for NODE_SILENT seconds, None while all speak or there is only one."""
         now = time.monotonic()
         if self.ranks.nodes == 1:
             return None
         if self.ranks.node > 0 and (self.gone or now - self.answered_at > NODE_SILENT):
-            return self._nodes.get(0, Sign(0, node=0))
+            return self._nodes.get(0, Heartbeat(0, node=0))
         if now - self.answered_at > NODE_SILENT / 3:  # the store is late itself: no proof against others
             return None
-        limits = {node: NODE_SILENT if sign.step else START_SILENT for node, sign in self._nodes.items()}
+        limits = {node: NODE_SILENT if heartbeat.step else START_SILENT for node, heartbeat in self._nodes.items()}
         silent = [node for node, moved in self._moved_at.items() if now - moved > limits[node]]
         return self._nodes[silent[0]] if silent else None
 
@@ -131,12 +131,16 @@ class Signs:
             time.sleep(TICK / 4)
         if self.store is None or self.gone or not self.ranks.is_first_of_node:
             return
-        silent = [sign for sign in self._nodes.values() if time.monotonic() - self._moved_at[sign.node] > CAUSE / 2]
-        for sign in silent[:1]:
+        silent = [
+            heartbeat
+            for heartbeat in self._nodes.values()
+            if time.monotonic() - self._moved_at[heartbeat.node] > CAUSE / 2
+        ]
+        for last in silent[:1]:
             reason = (
-                f"node {sign.node} ({sign.host}): rank {sign.rank} left without a word; it was killed, or its node died"
+                f"node {last.node} ({last.host}): rank {last.rank} left without a word; it was killed, or its node died"
             )
-            write_failure(self.folder, lost_record(sign, self.ranks, reason, self.folder))
+            write_failure(self.folder, lost_record(last, self.ranks, reason, self.folder))
 
     def forgive(self, seconds: float) -> None:
         """This process was stopped for so long, and heard nobody."""
@@ -172,23 +176,23 @@ class Signs:
     def _look_at(self, node: int, store: Store) -> None:
         if not store.check([f"node/{node}"]):
             return  # it has not come yet: parallel.start_timeout is for that
-        sign = Sign(**json.loads(store.get(f"node/{node}")))
-        if node not in self._nodes or sign.ticks != self._nodes[node].ticks:
-            self._nodes[node], self._moved_at[node] = sign, time.monotonic()
+        heartbeat = Heartbeat(**json.loads(store.get(f"node/{node}")))
+        if node not in self._nodes or heartbeat.ticks != self._nodes[node].ticks:
+            self._nodes[node], self._moved_at[node] = heartbeat, time.monotonic()
 
 
-def lost_record(sign: Sign, ranks: Ranks, reason: str, folder: Path) -> dict[str, Any]:
+def lost_record(heartbeat: Heartbeat, ranks: Ranks, reason: str, folder: Path) -> dict[str, Any]:
     """The record of a rank that cannot write one."""
     return {
-        "rank": sign.rank,
-        "host": sign.host,
+        "rank": heartbeat.rank,
+        "host": heartbeat.host,
         "attempt": ranks.restart_count,
         "time": time.time(),
         "status": "failed",
         "reason": reason,
         "exception": "NodeLost",
         "traceback": None,
-        "log": str(log_file(folder, sign.rank)),
+        "log": str(log_file(folder, heartbeat.rank)),
         "is_echo": False,
         "exit_code": 1,
     }

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 LOOPBACK = "127.0.0.1"
-BACKEND = "meeting"  # its name among torch's c10d, static, etcd
+BACKEND = "rendezvous"  # its name among torch's c10d, static, etcd
 COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
 POLL_SECONDS = 1.0
 
 
 def register_backend() -> str:
-    """Make `Meeting` known to torch's agent; returns its name."""
+    """Make `Rendezvous` known to torch's agent; returns its name."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, _create)  # type: ignore[arg-type]  # duck-typed: see Meeting
+    rendezvous_handler_registry.register(BACKEND, _create)  # type: ignore[arg-type]  # duck-typed: see Rendezvous
     return BACKEND
 
 
-class Meeting:
+class Rendezvous:
     """A torch.distributed.elastic RendezvousHandler of nodes whose order is fixed. No subclass, to import no torch.
 
     torch's own lets whoever comes first be node 0, and a node that comes again; here rank 0 stays where the records are,
@@ -86,10 +86,10 @@ class Meeting:
         return True
 
 
-def _create(parameters: RendezvousParameters) -> Meeting:
-    meeting = parameters.config["meeting"]
-    assert isinstance(meeting, Meeting)
-    return meeting
+def _create(parameters: RendezvousParameters) -> Rendezvous:
+    rendezvous = parameters.config["rendezvous"]
+    assert isinstance(rendezvous, Rendezvous)
+    return rendezvous
 
 
 def _host_store(place: Place) -> tuple[Store, int]:
