@@ -22,6 +22,7 @@ import train as entry
 from src.data.datasets import build_images
 from src.data.images import decode_file as decode
 from src.engine.config.compose import ROOT, compose_command, freeze, read_frozen
+from src.engine.config.resolve import resolve
 from src.engine.launch.job import job_command
 from src.engine.launch.rank import keep_compiled_code_private
 from src.engine.machine.files import write_json, write_text
@@ -215,13 +216,13 @@ def test_a_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytes
 def test_a_frozen_config_holds_a_reference_that_resolves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)  # and breaks into lines
     words = ("model=tiny", f"tags=['{REFERENCE}','a{REFERENCE}b']", f"+model.kwargs.hf_token={REFERENCE}")
-    config = compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config
+    config = resolve(compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config)
     assert config.tags == [SECRET, f"a{SECRET}b"]
     freeze(config, tmp_path)
     assert holding(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
     assert read_frozen(tmp_path) == config
     again = compose_command(parse("--config-path", str(tmp_path), "--config-name", "config"))
-    assert again.config == config
+    assert resolve(again.config) == config
 
 
 def test_a_sweep_and_a_search_freeze_references(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
