@@ -7,9 +7,11 @@ import json
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -151,9 +153,10 @@ class Train:
 
     def __init__(self, base: Path, caches: Path) -> None:
         self.base, self.count = base, 0
-        self.home, self.temporary = base / "home", base / "temporary"
+        self.home = base / "home"
+        # Short: sockets of loader workers lie there, and a socket's path has at most 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="train_"))
         self.home.mkdir()
-        self.temporary.mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
         self.environment = {**kept, "HOME": str(self.home), "TMPDIR": str(self.temporary), "MPLCONFIGDIR": str(caches)}
         self._started: list[subprocess.Popen[str]] = []
@@ -231,6 +234,7 @@ class Train:
         for started in self._started:
             if started.poll() is None:
                 _kill_group(started)
+        shutil.rmtree(self.temporary, ignore_errors=True)
         assert not words, f"still running after the test: {words}"
 
 
@@ -283,8 +287,6 @@ def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, tim
     Processes are forked from a server that has imported the project, so that a group of ranks costs no start-up. One
     that raises or dies fails the test with its traceback.
     """
-    import tempfile
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["src.run.lifecycle"])
     answers = context.Queue()

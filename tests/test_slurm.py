@@ -19,6 +19,7 @@ from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 
 pytestmark = [
+    pytest.mark.xdist_group("slurm"),  # one cluster has these ports
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.processes,
