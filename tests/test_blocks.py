@@ -186,6 +186,7 @@ def test_jobs_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     assert read_jobs(tmp_path).jobs[0].block == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
 def test_the_benchmarks_are_long_enough_whatever_the_batch(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weak scaling on eight devices has four steps an epoch."""

@@ -48,11 +48,21 @@ COMMON = (
     "data.augment.hflip=0.5",
 )
 STARTS_PROCESSES = (pytest.mark.processes, pytest.mark.timeout(120))
-CASES = [
-    pytest.param(training, spread, marks=STARTS_PROCESSES if spread.startswith("ddp") else ())
-    for training in TRAININGS
-    for spread in SPREADS
-]
+QUICK = (
+    "dp2",
+    "ddp2",
+)  # of every training; the other layouts are tried in all with sgd, and everywhere by `make test-all`
+
+
+def _case(training: str, spread: str) -> Any:
+    marks = list(STARTS_PROCESSES) if spread.startswith("ddp") else []
+    if spread not in QUICK and training != "sgd":
+        marks.append(pytest.mark.slow)
+    return pytest.param(training, spread, marks=marks)
+
+
+CASES = [_case(training, spread) for training in TRAININGS for spread in SPREADS]
+pytestmark = pytest.mark.xdist_group("equivalence")  # its trainings are shared
 
 
 @dataclass

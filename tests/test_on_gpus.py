@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.parallel import comm
 
-from src.engine.launch.failure import describe
+from src.engine.launch.failure import failure_record
 from src.engine.machine.ranks import Ranks
 from src.engine.record.meter import Meter
 from src.models.build import build_model
@@ -313,5 +313,5 @@ def test_an_operation_without_a_deterministic_algorithm_is_named(tmp_path: Path)
     try:
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     except RuntimeError as error:
-        said = describe(error, config, Ranks(), tmp_path / "log")["reason"]
+        said = failure_record(error, config, Ranks(), tmp_path / "log")["reason"]
     assert "train.deterministic=true: put_ has no deterministic algorithm" in said

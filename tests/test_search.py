@@ -131,6 +131,7 @@ def test_a_follower_reports_each_evaluation_once_and_says_why_it_prunes(tmp_path
     assert trial.reported == {1: 0.6, 2: 0.4}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_failed_trials_are_rows(tmp_path: Path) -> None:
@@ -166,6 +167,7 @@ def study(folder: Path) -> Any:
     return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:

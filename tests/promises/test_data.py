@@ -208,6 +208,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
     run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_bit_for_bit(undisturbed: Any, tmp_path: Path, world_size: int, workers:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (spread(2), spread(1)),
+        slow(spread(2), spread(1)),
         slow(spread(1), spread(2)),
         slow(spread(2), spread(3)),
         slow(spread(2, "dp"), spread(2)),
