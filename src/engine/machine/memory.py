@@ -50,18 +50,3 @@ def _own_bytes(process: psutil.Process) -> int:
     except FileNotFoundError:  # no Linux, or it has just ended
         return int(process.memory_info().rss)
     return 1024 * sum(int(size) for size in re.findall(r"^(?:RssAnon|RssShmem):\s+(\d+) kB$", text, re.MULTILINE))
-
-
-def free_on_cuda(names: list[str]) -> list[int]:
-    """Free bytes of each CUDA device named by UUID; empty where NVML cannot say (slices, no driver)."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
-            return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return []

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from src.engine.report.comparison import Group, Point
+from src.engine.report.contents import Report
 from src.engine.report.measured import MEASURES, Run
 from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import Contrast, Summary
-
-if TYPE_CHECKING:
-    from src.engine.report.report import Report
 
 FORMAT = 2
 _OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
