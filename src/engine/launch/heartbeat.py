@@ -62,6 +62,7 @@ class Heartbeats:
     alarm: bool = False  # a rank has fallen silent
     failed: bool = False  # a rank has said that it has failed
     gone: bool = False  # the store has closed, and with it node 0's launcher
+    is_leaving: bool = False  # this rank has failed itself, and ends by itself
     answered_at: float = field(default_factory=time.monotonic)
     _nodes: dict[int, Heartbeat] = field(default_factory=dict)  # of each other node, the heartbeat of its first rank
     _moved_at: dict[int, float] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class Heartbeats:
 
         By the first rank of a node, for its own records.
         """
+        self.is_leaving = True
         until = time.monotonic() + CAUSE
         while time.monotonic() < until and not self.gone and self.ranks.is_first_of_node:
             if any(not json.loads(path.read_text())["is_echo"] for path in failure_files(self.folder)):

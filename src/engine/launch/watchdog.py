@@ -90,7 +90,8 @@ class Watchdog:
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
                 return
-            if self.ranks.nodes > 1 and self.heartbeats.failed:  # of one machine, the agent ends the others
+            # Of one machine the agent ends the others, and a rank that has failed itself is waiting for the cause.
+            if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at:
                     self._leave()
