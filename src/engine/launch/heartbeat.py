@@ -116,7 +116,11 @@ class Heartbeats:
             return self._nodes.get(0, Heartbeat(0, node=0))
         if now - self.answered_at > NODE_SILENT / 3:  # the store is late itself: no proof against others
             return None
-        limits = {node: NODE_SILENT if heartbeat.step else START_SILENT for node, heartbeat in self._nodes.items()}
+        # Where this rank has done a step, every rank has: its gradients were in the sum.
+        limits = {
+            node: NODE_SILENT if heartbeat.step or pulse.steps_done else START_SILENT
+            for node, heartbeat in self._nodes.items()
+        }
         silent = [node for node, moved in self._moved_at.items() if now - moved > limits[node]]
         return self._nodes[silent[0]] if silent else None
 
