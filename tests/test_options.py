@@ -29,7 +29,10 @@ from src.engine.sweep.points import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(
-    (path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "local"
+    (path.parent.name, path.stem)
+    for path in (ROOT / "conf").glob("*/*.yaml")
+    if path.parent.name != "local"
+    and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
 )
 # One of each kind of group; every other option is for `make test-all`.
 QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"), ("parallel", "ddp"), ("parallel", "dp"))

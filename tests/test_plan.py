@@ -92,7 +92,8 @@ def test_steps_shards_rates_and_states_are_those_of_real_runs(devices: int, tmp_
     assert planned.images_per_device * devices == result["proof"]["indices_seen"]
     assert planned.parameters == result["parameters"]
     assert planned.bytes is not None
-    assert planned.bytes.gradients == result["communication"]["bytes_per_step"]
+    sent = planned.bytes.gradients if devices > 1 else 0  # one rank has nobody to send to
+    assert result["communication"]["bytes_per_step"] == sent
     assert [planned.bytes.optimizer] * devices == result["proof"]["optimizer_state_bytes"]
     rates = dict(planned.learning_rates)
     logged = {line["step"]: line["lr"] for line in read_lines(tmp_path / "metrics.jsonl") if "lr" in line}
