@@ -89,11 +89,19 @@ class Search:
         self.failed = 0  # since this start
         for number in range(len(jobs.jobs), n_trials):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
+        self._take_over_ends()
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
         for job in self._to_come:
             job.status = "waiting"
         self._next: Job | None = None  # asked for, and not started yet
         self._trials: dict[int, optuna.Trial] = {}  # asked for, and not told yet
+
+    def _take_over_ends(self) -> None:
+        """Of trials that the study knows to have ended: the search was killed before it could write so into jobs.json."""
+        told = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
+        for job in self.jobs.jobs:
+            if job.status in UNFINISHED and job.id in told:
+                job.status, job.reason = told[job.id]["status"], told[job.id]["reason"]
 
     def run(self) -> int:
         with Runner(self.jobs, self.most) as self._runner:
@@ -146,16 +154,16 @@ class Search:
         """A stopped trial is not told: it goes on when the search does."""
         from optuna.trial import TrialState
 
+        value = read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
+        if job.status == "done" and (value is None or not math.isfinite(value)):
+            job.status, job.reason = "not_finite", f"{self.config.optimized_metric} is {value}"
         trial.set_user_attr("status", job.status)
         trial.set_user_attr("reason", job.reason)
         if job.status == "interrupted":
             return
         if job.status == "done":
-            value = read_result(self.jobs.folder / job.folder).objective
-            if value is not None and math.isfinite(value):
-                self.study.tell(trial, value)
-                return
-            job.status, job.reason = "not_finite", f"{self.config.optimized_metric} is {value}"
+            self.study.tell(trial, value)
+            return
         pruned = job.status == "pruned"
         self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
         self.failed += job.status in FAILED
