@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-ON_ALL_CORES := -n logical --dist loadgroup
+# A file stays on one worker: its tests share what they have trained, and one cluster or pair of nodes is enough.
+ON_ALL_CORES := -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock schema fork clean

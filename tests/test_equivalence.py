@@ -62,7 +62,6 @@ def _case(training: str, spread: str) -> Any:
 
 
 CASES = [_case(training, spread) for training in TRAININGS for spread in SPREADS]
-pytestmark = pytest.mark.xdist_group("equivalence")  # its trainings are shared
 
 
 @dataclass

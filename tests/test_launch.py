@@ -20,7 +20,7 @@ from src.data.sampling import EpochShard
 from src.engine.machine.ranks import Ranks
 from src.training import checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("launch")]  # several tests look at the same runs
+pytestmark = pytest.mark.processes
 TWO = ("parallel=ddp", "parallel.devices=2")
 ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
 FORMS = ("python", "torchrun", "by_hand")

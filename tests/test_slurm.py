@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 
 pytestmark = [
-    pytest.mark.xdist_group("slurm"),  # one cluster has these ports
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.processes,
@@ -148,7 +148,8 @@ def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: T
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment, timeout=200).finish()
-    assert refused.returncode == 2 and "it belongs to job" in refused.stderr, refused.output
+    # On one machine the running job holds the lock; from another host, or while it waits, the queue is what tells.
+    assert refused.returncode == 2 and re.search("it belongs to job|in use by process", refused.stderr), refused.output
     jobs.slurm("scancel", (folder / "job.id").read_text().strip())
     jobs.wait(lambda: jobs.state(folder) == "", 30, folder)
     jobs.wait(lambda: not jobs.left(folder), 10, folder)

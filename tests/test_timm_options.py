@@ -153,7 +153,6 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Told]]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.xdist_group("timm_options")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS])
 def test_every_option_trains_under_every_strategy(
@@ -191,7 +190,6 @@ def test_batchnorm_statistics_are_rank_0s_or_averaged(dist_bn: str | None, expec
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.xdist_group("timm_options")
 def test_options_change_the_training(told: Callable[[str], dict[str, Told]]) -> None:
     """Else an option that does nothing would pass; those named here are to change nothing in three steps but the speed."""
     losses = {option: found["losses"] for option, found in told("single").items()}

@@ -37,7 +37,6 @@ def can_make_namespaces() -> bool:
 
 
 pytestmark = [
-    pytest.mark.xdist_group("two_nodes"),  # whose names and addresses are the machine's
     pytest.mark.processes,
     pytest.mark.slow,
     pytest.mark.timeout(240),
