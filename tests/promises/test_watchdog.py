@@ -158,6 +158,8 @@ def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
 def test_a_node_that_has_not_begun_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Importing libraries from a slow disk keeps every thread of a rank waiting."""
     clock = [0.0]
+    monkeypatch.setattr(pulse, "step", 0)
+    monkeypatch.setattr(pulse, "steps_done", 0)  # nor has this rank: a step done here is one that all have done
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     speak(first)
     for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
