@@ -193,8 +193,16 @@ def test_the_first_failure_is_the_first_to_arrive_whatever_the_clocks_say(tmp_pa
 
 def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
     """Rank 1, on another node with a folder of its own, fails; what rank 0's folder then says."""
+    from torch.distributed import TCPStore  # as in a run: a store in a file is removed when a clone of it goes
+
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
+    if ranks.rank == 0:
+        meeting = store
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
     heartbeats = Heartbeats(place, store, own)
     speak(heartbeats)
     if ranks.rank == 1:
