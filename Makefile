@@ -21,7 +21,7 @@ train: $(VENV)/runtime ## the main job: a timm model on real digits, strategy ch
 compare: $(VENV)/runtime ## DataParallel against DistributedDataParallel on this machine, with a report
 	$(BIN)/python train.py -m experiment=compare $(ARGS)
 
-test: $(VENV)/development ## the tests that a newcomer runs (under 4 minutes on 2 cores)
+test: $(VENV)/development ## the tests that a newcomer runs, on all cores
 	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## without the tests that start processes (under 90 seconds)
