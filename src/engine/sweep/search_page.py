@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 NUM_BEST = 10
-REPORT = Path(__file__).parents[1] / "report" / "report.html.j2"
+REPORT = Path(__file__).parents[1] / "report"  # whose stylesheet the page has too
 
 
 @dataclass
@@ -102,18 +101,16 @@ def _html(page: dict[str, Any], study: optuna.Study) -> str:
     from src.engine.sweep.search_plots import draw_study
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, REPORT]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    style = re.search(r"<style>(.*?)</style>", REPORT.read_text(encoding="utf-8"), re.DOTALL)
-    assert style is not None, "the report's page holds the style of both"
     plots = [
         (caption, Markup(svg)) for caption, svg in draw_study(study, page["metric"])
     ]  # matplotlib escaped its text
-    return environment.get_template("search.html.j2").render(style=Markup(style.group(1)), plots=plots, **page)
+    return environment.get_template("search.html.j2").render(plots=plots, **page)
 
 
 def _markdown(page: dict[str, Any]) -> str:
