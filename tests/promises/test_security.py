@@ -301,7 +301,7 @@ def test_nothing_is_imported_because_a_file_says_so(
 def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]) -> None:
     assert "pkg://evil_package" in refuse(*mode, "hydra.searchpath=[pkg://evil_package]")
     main = "defaults: [schema, _self_]\nhydra: {searchpath: ['${task_name}']}\ntask_name: pkg://evil_package\n"
-    assert "pkg://evil_package" in refuse(*mode, "--config-dir", str(conf(tmp_path / "conf", train=main)))
+    assert "hydra.searchpath" in refuse(*mode, "--config-dir", str(conf(tmp_path / "conf", train=main)))
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path
         "hydra.output_subdir=../elsewhere",
         "hydra.output_subdir=/tmp/elsewhere",
         "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
-        "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:'${hydra.runtime.output_dir}/../x.log'}",
-        "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:'${hydra.runtime.output_dir}/config.yaml'}",
+        "hydra.job.name=../evil",  # hydra/job_logging=default names a file by it
+        "hydra.job.name=${tags[0]} tags=[../evil]",
         "+model.kwargs.checkpoint_path=/tmp/evil.pt",
         "+model.kwargs.pretrained_cfg={file:/tmp/evil.pt}",
         "+model.kwargs.pretrained_cfg_overlay={url:'http://127.0.0.1/evil'}",
@@ -332,13 +332,12 @@ def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path
 )
 def test_what_a_config_may_not_ask_for(refuse: Refuse, command: str) -> None:
     key = command.lstrip("+").partition("=")[0]
-    assert key in refuse(command)
+    assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
 
 
-def test_a_log_file_in_the_run_folder_is_allowed_and_a_known_variable() -> None:
-    file = "{class:logging.FileHandler,filename:'${hydra.runtime.output_dir}/${hydra.job.name}.log'}"
-    compose_command(parse(f"++hydra.job_logging.handlers.x={file}", "+hydra.job.env_set.NCCL_DEBUG=INFO"))
-    compose_command(parse("hydra/job_logging=default", "hydra/hydra_logging=default"))
+def test_hydras_own_logging_is_allowed_and_a_known_variable() -> None:
+    compose_command(parse("hydra/job_logging=default", "hydra/hydra_logging=default", "hydra.job.name=a"))
+    compose_command(parse("hydra/job_logging=stdout", "+hydra.job.env_set.NCCL_DEBUG=INFO", "hydra.verbose=true"))
 
 
 def test_only_classes_of_the_right_kind_are_called() -> None:

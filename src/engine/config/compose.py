@@ -54,6 +54,7 @@ def compose_command(arguments: Any) -> Command:
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
@@ -61,8 +62,9 @@ def compose_command(arguments: Any) -> Command:
     try:
         hydra = _hydra(arguments)
         name = arguments.config_name or "train"
-        check_search_path(hydra.config_loader, name, arguments.overrides)
-        _check_override_keys(hydra.config_loader, arguments.overrides)
+        overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
+        check_search_path(hydra.config_loader, name, overrides)
+        _check_override_keys(hydra.config_loader, overrides)
         mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
         try:
             tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
@@ -208,12 +210,10 @@ def _hydra(arguments: Any) -> Any:
     return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
 
 
-def _check_override_keys(loader: Any, overrides: list[str]) -> None:
+def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
     """Refuse unknown keys and group options before Hydra does, with the nearest name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     groups = set(_groups(loader))
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
+    for override in overrides:
         key = override.key_or_group
         if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
             continue

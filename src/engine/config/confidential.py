@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from src.engine.config.keys import plain_values
 from src.engine.machine.secrets import IN_URL, SHORTEST, held_by, is_path, is_secret_key, is_secret_variable, reference
 
 REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
@@ -27,7 +27,6 @@ NAMES = (
     "hydra.sweep.dir",
     "hydra.sweep.subdir",
     "hydra.job.name",
-    "hydra.output_subdir",
 )
 
 
@@ -44,11 +43,11 @@ def check_words(overrides: list[str]) -> None:
 def check_literals(tree: DictConfig) -> None:
     """A composed config, wherever its values come from. Errors as `check_words`."""
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    for key, value in _leaves(OmegaConf.to_container(task)):
+    for key, value in plain_values(OmegaConf.to_container(task)):
         _check(key, value)
     if "hydra" in tree:
         block = OmegaConf.masked_copy(tree.hydra, [str(key) for key in tree.hydra if key not in NOT_A_CHOICE])
-        for key, value in _leaves(OmegaConf.to_container(block), "hydra"):
+        for key, value in plain_values(OmegaConf.to_container(block), "hydra"):
             _check(key, value)
     for key in NAMES:
         name = held_by(str(OmegaConf.select(tree, key, throw_on_resolution_failure=False, throw_on_missing=False)))
@@ -95,14 +94,3 @@ def _check_secret(key: str, text: str) -> None:
 
 def _advice(what: str, name: str, give: str) -> str:
     return f"{what}; {give} as '{reference(f'MY_{name}')}', so that it is written to no file"
-
-
-def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for value in node:
-            yield from _leaves(value, key)
-    else:
-        yield key, node

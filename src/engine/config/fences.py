@@ -1,30 +1,26 @@
-"""What a config cannot make Hydra do. Hydra imports and calls what a config names; here only the known may be named."""
+"""Which keys of Hydra's own block a config may set. The others say what Hydra imports, calls or writes to."""
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, MutableSequence
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
-TARGETS = (
-    "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-)
-# What logging.config may build: `class` and `()` name anything importable, `ext://` any object of any module.
-LOGGERS = (
-    "logging.StreamHandler",
-    "logging.FileHandler",
-    "logging.NullHandler",
-    "logging.handlers.RotatingFileHandler",
-    "logging.handlers.TimedRotatingFileHandler",
-    "logging.Formatter",
-    "colorlog.ColoredFormatter",
-)
-STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+from src.engine.config.keys import plain_values
+
+# A section stands for all that is in it.
+SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "job.config", "help", "hydra_help", "verbose")
+FILLED_IN = ("mode", "runtime", "overrides", "job.id", "job.num", "job.config_name", "job.override_dirname")  # by Hydra
+FIXED = {
+    "launcher._target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "sweeper._target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+    "sweeper.max_batch_size": None,
+    "output_subdir": ".hydra",  # resuming reads it
+}
+ALLOWED = tuple(f"{key}." for key in (*SETTABLE, *FILLED_IN))
+LOGGING = ("hydra_logging", "job_logging")  # each as one of Hydra's own files has it: hydra/job_logging=default
 # What hydra.job.env_set may set. By name, because their families also hold names that load libraries (NCCL_NET_PLUGIN,
 # OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH), as LD_PRELOAD and PYTHONSTARTUP do.
 VARIABLES = (
@@ -44,80 +40,44 @@ VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
     "TZ",
 )
-RUN_FOLDER = "/the/run/folder"  # stands for it until it is known
 
 
-def check_search_path(loader: Any, config_name: str, overrides: list[str]) -> None:
-    """Refuse places where configs would be looked for by importing something. Hydra does so before it composes.
+def check_search_path(loader: Any, config_name: str, overrides: list[Any]) -> None:
+    """Refuse `hydra.searchpath`: Hydra imports the packages in it before there is a config to check.
 
-    Errors: ValueError, one line.
+    `overrides` are Hydra's `Override` objects. Only they and the main config can set it.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    places: list[Any] = [override.value() for override in parsed if override.key_or_group == "hydra.searchpath"]
+    places = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
     main = loader.repository.load_config(config_name)
     if main is not None and OmegaConf.is_dict(main.config):
         places.append(OmegaConf.select(main.config, "hydra.searchpath"))
-    for place in (str(item) for value in places if isinstance(value, MutableSequence) for item in value):
-        if "://" in place and not place.startswith("file://"):
-            raise ValueError(f"hydra.searchpath={place}: would import a package; give a folder, file://<path>")
+    for place in places:
+        if place:
+            raise ValueError(f"hydra.searchpath={place}: fixed; give a folder of configs with --config-dir")
 
 
 def check_hydra_block(tree: DictConfig) -> None:
-    """Refuse what would make Hydra import, call or overwrite something that is not on the lists above.
-
-    `tree` is a whole composed config. Errors: ValueError, one line with the key, its value and what is allowed.
-    """
+    """Refuse a key below `hydra` that is not settable and differs from what Hydra has there. `tree` is a whole config."""
     hydra = tree.hydra
-    if str(OmegaConf.select(hydra, "mode")).endswith("MULTIRUN") and "hydra.mode=MULTIRUN" in hydra.overrides.hydra:
+    if str(hydra.mode).endswith("MULTIRUN") and "hydra.mode=MULTIRUN" in hydra.overrides.hydra:
         raise ValueError("hydra.mode=MULTIRUN: a sweep is asked for with --multirun (-m)")
-    for section in ("launcher", "sweeper"):
-        target = OmegaConf.select(hydra, f"{section}._target_")
-        if target is not None and target not in TARGETS:
-            raise ValueError(f"hydra.{section}._target_={target}: not allowed; allowed: {', '.join(TARGETS)}")
-    if hydra.get("callbacks"):
-        raise ValueError(
-            f"hydra.callbacks.{next(iter(hydra.callbacks))}: callbacks are not allowed; a config imports nothing"
-        )
-    _check_environment(hydra)
-    subdir = PurePosixPath(str(hydra.output_subdir or "."))
-    if subdir.is_absolute() or ".." in subdir.parts:
-        raise ValueError(f"hydra.output_subdir={subdir}: must lie below the run folder")
-    _check_logging(tree)
+    block = OmegaConf.to_container(hydra)
+    assert isinstance(block, dict)
+    for section in LOGGING:
+        _check_logging(section, block.pop(section), str(hydra.runtime.choices.get(f"hydra/{section}")))
+    for key, value in sorted(plain_values(block), key=str):  # env_copy first: Hydra copies into env_set
+        name = key.removeprefix("job.env_set.")
+        if name != key and name not in VARIABLES:
+            raise ValueError(f"hydra.{key}: set it in the shell; a config can set {', '.join(VARIABLES)}")
+        if name == key and not f"{key}.".startswith(ALLOWED) and (key not in FIXED or FIXED[key] != value):
+            raise ValueError(f"hydra.{key}={value}: fixed; below hydra a config can set {', '.join(SETTABLE)}")
+    if not re.fullmatch(r"[\w.-]+", str(hydra.job.name)):  # of a log file in the run folder
+        raise ValueError(f"hydra.job.name={hydra.job.name}: give letters, digits, dots and dashes")
 
 
-def _check_environment(hydra: DictConfig) -> None:
-    if hydra.job.env_copy:
-        raise ValueError(f"hydra.job.env_copy={list(hydra.job.env_copy)}: leave it out; ranks inherit the environment")
-    for name in hydra.job.env_set:
-        if name not in VARIABLES:
-            raise ValueError(
-                f"hydra.job.env_set.{name}: not allowed, set it in the shell; allowed: {', '.join(VARIABLES)}"
-            )
+def _check_logging(section: str, given: Any, choice: str) -> None:
+    import hydra.conf
 
-
-def _check_logging(tree: DictConfig) -> None:
-    """As they will be resolved: an interpolation may stand for anything."""
-    probe = copy.deepcopy(tree)
-    with read_write(probe.hydra.runtime), open_dict(probe.hydra.runtime):
-        probe.hydra.runtime.output_dir = RUN_FOLDER
-    for section in ("hydra_logging", "job_logging"):
-        for key, value in _leaves(OmegaConf.to_container(probe.hydra[section], resolve=True), f"hydra.{section}"):
-            named = re.search(r"\.(class|\(\))(\.|$)", key) is not None
-            if (named and value not in LOGGERS) or (_reaches_out(value) and value not in STREAMS):
-                raise ValueError(f"{key}={value}: not allowed; allowed: {', '.join(LOGGERS if named else STREAMS)}")
-            if key.endswith(".filename") and not re.fullmatch(rf"{RUN_FOLDER}/[\w.-]+\.log", str(value)):
-                raise ValueError(f"{key}={value}: must be ${{hydra.runtime.output_dir}}/<name>.log")
-
-
-def _reaches_out(value: Any) -> bool:
-    return isinstance(value, str) and re.match(r"\w+://", value) is not None
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict | list):
-        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _leaves(value, f"{key}.{name}")
-    else:
-        yield key, node
+    files = {path.stem: path for path in (Path(hydra.conf.__file__).parent / "hydra" / section).glob("*.yaml")}
+    if choice not in files or given != OmegaConf.to_container(OmegaConf.load(files[choice])):
+        raise ValueError(f"hydra.{section}: fixed; choose hydra/{section}={'|'.join(sorted(files))}")

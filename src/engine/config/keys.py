@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from src.engine.config.names import hint
 from src.schema import Config, leaves
@@ -25,6 +26,18 @@ def is_known(key: str) -> bool:
             return False
         node = getattr(node, part)
     return True
+
+
+def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in dicts and lists; what a list holds is under the list's key."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from plain_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for value in node:
+            yield from plain_values(value, key)
+    else:
+        yield key, node
 
 
 def key_hint(key: str, more: Iterable[str] = ()) -> str:
