@@ -5,12 +5,12 @@
     python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/imagenet
     python evaluate.py -m run=<one>,<another> split=test                      a table
 
-Also split=val|test|all, checkpoint=best|last|<file> (default: what result.json names, the newest good one where there is
-none), and train.py's keys of data, parallel and, without a run, model. -m: commas separate what is compared.
+Also train.py's keys of data, parallel and, without a run, model. -m: commas separate what is compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -20,41 +20,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from src.engine.config.arguments import one_of, parse_arguments
+from src.engine.config.arguments import CommandLine, refused_in_a_line
 from src.engine.machine.ranks import Ranks, ranks_from_environment
-from src.engine.machine.secrets import mask
 
-OPTIONS = {"run": None, "split": "all", "checkpoint": None}
 COLUMNS = ("acc", "acc5", "loss", "samples")
 
 
+@refused_in_a_line
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 1 where a row of a table failed, 2 refused. Prints a JSON line per split and weights."""
-    try:
-        if "-m" in arguments or "--multirun" in arguments:
-            return _table([word for word in arguments if word not in ("-m", "--multirun")])
-        own = [word for word in arguments if word.partition("=")[0] in (*OPTIONS, "-h", "--help")]
-        options = parse_arguments(own, OPTIONS, (), str(__doc__))
-        _evaluate(options, [word for word in arguments if word not in own], arguments)
-    except ValueError as error:
-        print(f"evaluate.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-        return 2
+    if "-m" in arguments or "--multirun" in arguments:
+        return _table([word for word in arguments if word not in ("-m", "--multirun")])
+    parser = CommandLine(__doc__)
+    parser.add_argument("--run", type=Path, help="run folder")
+    parser.add_argument("--split", choices=["val", "test", "all"], default="all")
+    parser.add_argument("--checkpoint", help="best, last or a file (default: what result.json names, else the newest)")
+    _evaluate(*parser.read_known(arguments), arguments)
     return 0
 
 
-def _evaluate(options: dict[str, str], words: list[str], arguments: list[str]) -> None:
-    one_of(options, "split", "val", "test", "all")
+def _evaluate(given: argparse.Namespace, words: list[str], arguments: list[str]) -> None:
     from src.data.folders import check_data
     from src.engine.config.evaluation import evaluation_config
 
-    run = Path(options["run"]) if "run" in options else None
-    if run is None and "checkpoint" in options:
-        raise ValueError(f"checkpoint={options['checkpoint']}: is of a run: give run=<run folder> too")
+    if given.run is None and given.checkpoint is not None:
+        raise ValueError(f"checkpoint={given.checkpoint}: is of a run: give run=<run folder> too")
     ranks = ranks_from_environment(os.environ)
-    config = evaluation_config(run, words, ranks)
+    config = evaluation_config(given.run, words, ranks)
     check_data(config.data)
     if config.parallel.has_ranks and ranks is None:
-        from src.engine.launch.again import start_again_as_ranks
+        from src.engine.launch.torchrun import start_again_as_ranks
 
         start_again_as_ranks(config.parallel.devices, __file__, arguments)
     from src.engine.launch.rendezvous import open_store
@@ -62,7 +57,7 @@ def _evaluate(options: dict[str, str], words: list[str], arguments: list[str]) -
 
     ranks = ranks or Ranks()
     store = open_store(ranks) if config.parallel.has_ranks else None
-    for split, numbers in evaluate_config(config, run, options["split"], options.get("checkpoint"), ranks, store):
+    for split, numbers in evaluate_config(config, given.run, given.split, given.checkpoint, ranks, store):
         if ranks.is_first:
             print(json.dumps({"split": split, **numbers}), flush=True)
 

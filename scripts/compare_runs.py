@@ -7,27 +7,23 @@ for runs that cannot be compared: of different length, data or batch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.machine.secrets import mask
+from src.engine.config.arguments import CommandLine, number, refused_in_a_line
 from src.engine.record.curves import compare
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+@refused_in_a_line
+def main(words: list[str]) -> int:
+    parser = CommandLine(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, help="run folders")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference (default: 1e-3)")
-    arguments = parser.parse_args()
-    try:
-        one, other = arguments.runs
-        found = compare(one, other, arguments.tolerance)
-    except ValueError as error:
-        print(f"compare_runs.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-        return 2
+    parser.add_argument("--tolerance", type=number(), default=1e-3, help="largest relative difference (default: 1e-3)")
+    arguments = parser.read(words)
+    one, other = arguments.runs
+    found = compare(one, other, arguments.tolerance)
     width = max(len(curve.name) for curve in found)
     for curve in found:
         verdict = (
@@ -40,4 +36,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,30 +5,26 @@ A table with shards, steps, learning rate, FLOPs and tensor bytes per device; `-
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.machine.secrets import mask
+from src.engine.config.arguments import CommandLine, counts, refused_in_a_line
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py; parallel.devices=1,2,4")
+@refused_in_a_line
+def main(words: list[str]) -> int:
+    parser = CommandLine(__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    parser.add_argument("--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    arguments = parser.parse_args()
-    try:
-        overrides, counts = split_counts(arguments.overrides)
+    arguments = parser.read(words)
 
-        from src.run.plan import plan
+    from src.run.plan import plan
 
-        plans = plan(overrides, counts)
-    except ValueError as error:
-        print(f"plan.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-        return 2
+    plans = plan(arguments.overrides, arguments.devices)
     if arguments.json:
         print(json.dumps([one.as_json() for one in plans], indent=2))
     else:
@@ -38,15 +34,5 @@ def main() -> int:
     return 0
 
 
-def split_counts(words: list[str]) -> tuple[list[str], list[int]]:
-    """(other overrides, device counts). Errors: ValueError for a count that is no number above 0."""
-    key = "parallel.devices="
-    texts = [text for word in words if word.startswith(key) for text in word.removeprefix(key).split(",")] or ["1"]
-    for text in texts:
-        if not text.isdigit() or int(text) == 0:
-            raise ValueError(f"parallel.devices={text}: give whole numbers from 1, e.g. parallel.devices=1,8,64")
-    return [word for word in words if not word.startswith(key)], [int(text) for text in texts]
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

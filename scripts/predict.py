@@ -1,14 +1,11 @@
 """The best classes of images, by a trained model.
 
-    python scripts/predict.py run=<run folder> images=<folder or file>
-
-Also: topk=5  format=console|csv|json  output=<file> (default: printed; its suffix chooses the format)
-      checkpoint=best|last|<file>  weights=model|ema (default: those that checkpoint.metric judged)
-      batch_size=64  workers=auto|N  parallel=single|dp|ddp (default: single)  devices=auto|N
+python scripts/predict.py run=<run folder> images=<folder or file>
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -16,73 +13,61 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.arguments import one_of, parse_arguments, whole_number
-from src.engine.machine.secrets import mask
+from src.engine.config.arguments import CommandLine, number_or_auto, refused_in_a_line, whole_number
 from src.schema import ParallelConfig
 
-OPTIONS = {
-    **dict.fromkeys(("run", "images", "format", "output", "checkpoint", "weights")),
-    **{"topk": "5", "batch_size": "64", "workers": "auto", "devices": "auto", "parallel": "single"},
-}
 
-
-def main(arguments: list[str]) -> int:
+@refused_in_a_line
+def main(words: list[str]) -> int:
     """Returns the exit code: 0 done, 2 refused."""
-    try:
-        options = parse_arguments(arguments, OPTIONS, ("run", "images"), str(__doc__))
-        _check(options)
-        if options["parallel"] == "ddp" and "RANK" not in os.environ:
-            from src.engine.launch.again import start_again_as_ranks
+    parser = CommandLine(__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder")
+    parser.add_argument("--images", type=Path, required=True, help="folder or file")
+    parser.add_argument("--topk", type=whole_number(), default=5)
+    parser.add_argument("--output", type=Path, help="file (default: printed); its suffix chooses the format")
+    parser.add_argument("--format", choices=["console", "csv", "json"])
+    parser.add_argument("--checkpoint", help="best, last or a file")
+    parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric judged")
+    parser.add_argument("--batch_size", type=whole_number(), default=64)
+    parser.add_argument("--workers", type=number_or_auto(0), default="auto", help="loader processes per rank, or auto")
+    parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
+    parser.add_argument("--devices", type=number_or_auto(), default="auto", help="a number, or auto")
+    given = parser.read(words)
+    if not given.images.exists():
+        raise ValueError(f"images={given.images}: no such file or folder")
+    if not (given.run / "config.yaml").is_file():
+        raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
+    if given.parallel == "ddp" and "RANK" not in os.environ:
+        from src.engine.launch.torchrun import start_again_as_ranks
 
-            start_again_as_ranks(options["devices"], __file__, arguments)
-        _predict(options)
-    except ValueError as error:
-        print(f"predict.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-        return 2
+        start_again_as_ranks(given.devices, __file__, words)
+    _predict(given)
     return 0
 
 
-def _check(options: dict[str, str]) -> None:
-    """What can be refused before torch is there, and before there are ranks. Errors: ValueError."""
-    one_of(options, "parallel", "single", "dp", "ddp")
-    one_of(options, "format", "console", "csv", "json")
-    one_of(options, "weights", "model", "ema")
-    for key in ("topk", "batch_size", *(key for key in ("devices", "workers") if options[key] != "auto")):
-        whole_number(options, key, least=0 if key == "workers" else 1)
-    if not Path(options["images"]).exists():
-        raise ValueError(f"images={options['images']}: no such file or folder")
-    if not (Path(options["run"]) / "config.yaml").is_file():
-        raise ValueError(f"run={options['run']}: not a run folder: it has no config.yaml")
-
-
-def _predict(options: dict[str, str]) -> None:
+def _predict(given: argparse.Namespace) -> None:
     from src.engine.launch.rendezvous import open_store
     from src.engine.machine.ranks import Ranks, ranks_from_environment
     from src.trained.predict import PredictionRequest, predict, write
 
     started = time.monotonic()
-    output = Path(options["output"]) if "output" in options else None
-    by_suffix = {".csv": "csv", ".json": "json"}.get(output.suffix, "csv") if output else "console"
-    wanted = PredictionRequest(
-        run=Path(options["run"]),
-        images=Path(options["images"]),
-        checkpoint=options.get("checkpoint"),
-        weights=options.get("weights"),
-        topk=int(options["topk"]),
-        batch_size=int(options["batch_size"]),
-        workers=_number_or_auto(options["workers"]),
-        parallel=ParallelConfig(strategy=options["parallel"], devices=_number_or_auto(options["devices"])),
+    request = PredictionRequest(
+        run=given.run,
+        images=given.images,
+        checkpoint=given.checkpoint,
+        weights=given.weights,
+        topk=given.topk,
+        batch_size=given.batch_size,
+        workers=given.workers,
+        parallel=ParallelConfig(strategy=given.parallel, devices=given.devices),
     )
     ranks = ranks_from_environment(os.environ) or Ranks()
-    found = predict(wanted, ranks, open_store(ranks) if options["parallel"] == "ddp" else None)
+    found = predict(request, ranks, open_store(ranks) if given.parallel == "ddp" else None)
     if ranks.is_first:
-        write(found, options.get("format", by_suffix), output)
+        by_suffix = "console" if given.output is None else "json" if given.output.suffix == ".json" else "csv"
+        write(found, given.format or by_suffix, given.output)
         unreadable = sum(not one.classes for one in found)
         print(f"{len(found)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr)
-
-
-def _number_or_auto(word: str) -> int | str:
-    return word if word == "auto" else int(word)
 
 
 if __name__ == "__main__":

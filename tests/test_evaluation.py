@@ -200,7 +200,7 @@ def test_a_bad_checkpoint_is_refused_in_one_line(
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
-        (["run=/nowhere", "split=train"], "allowed: val, test, all"),
+        (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,42 +1,90 @@
-"""`key=value` words for the commands beside train.py, which need no Hydra: a run folder is already composed."""
+"""The command line of the programs beside train.py: argparse, with options also as `key=value` and refusals in a line."""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
 from src.engine.config.names import hint
+from src.engine.machine.secrets import mask
 
 
-def parse_arguments(
-    arguments: list[str], defaults: dict[str, str | None], needed: tuple[str, ...], about: str
-) -> dict[str, str]:
-    """The options given, over `defaults`; those that are neither given nor have a default are left out.
+class CommandLine(argparse.ArgumentParser):
+    """`--topk 5`, `--topk=5` and `topk=5` mean the same."""
 
-    `--help` prints `about` and leaves. Errors: ValueError for an unknown option, or a needed one that is missing.
-    """
-    given = {key: value for key, value in defaults.items() if value is not None}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in ("-h", "--help"):
-            print(about)
-            raise SystemExit(0)
-        if key not in defaults or not value:
-            raise ValueError(f"{argument}: unknown option{hint(key, defaults)}")
-        given[key] = value
-    for key in needed:
-        if key not in given:
-            raise ValueError(f"{key}=…: must be given; --help tells more")
-    return given
+    def __init__(self, about: str | None) -> None:
+        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
+    def read(self, words: list[str]) -> argparse.Namespace:
+        """Raises ValueError for an unknown option, with the nearest known one."""
+        arguments, unknown = self.read_known(words)
+        if unknown:
+            key = unknown[0].lstrip("-").partition("=")[0]
+            raise ValueError(f"{unknown[0]}: unknown option{hint(key, self._names())}")
+        return arguments
 
-def one_of(options: dict[str, str], key: str, *allowed: str) -> str | None:
-    """An option that takes one of a few words; None where it is not given. Errors: ValueError."""
-    value = options.get(key)
-    if value is not None and value not in allowed:
-        raise ValueError(f"{key}={value}: allowed: {', '.join(allowed)}")
-    return value
+    def read_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The same, with the words that are none of these options."""
+        names = self._names()
+        dashed = [f"--{word}" if "=" in word and word.partition("=")[0] in names else word for word in words]
+        return self.parse_known_intermixed_args(dashed)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(re.sub(r"--(?=\w)", "", message).removeprefix("argument "))
+
+    def _names(self) -> list[str]:
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        return [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
 
 
-def whole_number(options: dict[str, str], key: str, least: int = 1) -> int:
-    """An option that is a number. Errors: ValueError."""
-    if not (options[key].isascii() and options[key].isdigit() and int(options[key]) >= least):
-        raise ValueError(f"{key}={options[key]}: give a whole number from {least}")
-    return int(options[key])
+def refused_in_a_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """A program's `main`, for which ValueError is a refusal: one line on stderr, and exit code 2."""
+
+    @functools.wraps(main)
+    def guarded(words: list[str]) -> int:
+        try:
+            return main(words)
+        except ValueError as error:
+            print(f"{Path(main.__code__.co_filename).name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+            return 2
+
+    return guarded
+
+
+def whole_number(least: int = 1) -> Callable[[str], int]:
+    """A type of option: numbers from `least`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+        return int(text)
+
+    return read
+
+
+def number_or_auto(least: int = 1) -> Callable[[str], int | str]:
+    """A type of option: numbers from `least`, or the word auto."""
+    return lambda text: text if text == "auto" else whole_number(least)(text)
+
+
+def number(*, least: float = 0.0, above: float = -math.inf) -> Callable[[str], float]:
+    """A type of option: finite numbers from `least`, or above `above`."""
+
+    def read(text: str) -> float:
+        if not (least <= float(text) < math.inf and float(text) > above):
+            bound = f"above {above:g}" if above >= least else f"from {least:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no number {bound}")
+        return float(text)
+
+    return read
+
+
+def counts(text: str) -> list[int]:
+    """A type of option: numbers from 1 with commas between them."""
+    return [whole_number()(part) for part in text.split(",")]

@@ -11,7 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -19,6 +19,7 @@ from src.engine.config.compose import read_frozen
 from src.engine.launch.nodes import all_facts, fit_to_nodes, own_facts, tell_facts
 from src.engine.launch.rendezvous import listen_towards, open_store
 from src.engine.launch.supervisor import Ended
+from src.engine.machine import hardware
 from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Ranks, host_name, machine_id
 from src.schema import ParallelConfig, ResolvedConfig
@@ -172,3 +173,14 @@ def _advise_on_signals() -> None:
             f"--signals-to-handle {handled},SIGUSR1, or use python train.py cluster=slurm",
             file=sys.stderr,
         )
+
+
+def start_again_as_ranks(devices: int | str, script: str, words: list[str]) -> NoReturn:
+    """For commands beside train.py: become torchrun on `script words`, with one rank per device.
+
+    `devices=auto`: all CUDA devices, else 2 where there are as many cores.
+    """
+    count = len(hardware.visible_cuda_devices()) or min(2, hardware.cores()) if devices == "auto" else int(devices)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    os.execv(sys.executable, [sys.executable, *torchrun, script, *words])
