@@ -11,6 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from cluster_page import JOB_WITH_GPUS
 
 import train
 from src.engine.config.cluster import check_cluster, gpus_of_gres
@@ -52,7 +53,7 @@ def script(main: Main, *words: str) -> str:
 
 
 def test_a_job_s_file_says_what_was_asked_and_is_left_for_you(main: Main) -> None:
-    text = script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32", "cluster.time=12:00:00", "cluster.memory=64G")
+    text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
     for line in ("nodes=2", "gpus-per-node=4", "cpus-per-task=32", "time=12:00:00", "mem=64G", "signal=USR1@90"):
         assert f"#SBATCH --{line}\n" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=32 " in text and "scontrol requeue" in text

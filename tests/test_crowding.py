@@ -112,6 +112,7 @@ print(spinning, steps(1.5))
 """
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="one core")

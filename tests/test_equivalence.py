@@ -48,15 +48,12 @@ COMMON = (
     "data.augment.hflip=0.5",
 )
 STARTS_PROCESSES = (pytest.mark.processes, pytest.mark.timeout(120))
-QUICK = (
-    "dp2",
-    "ddp2",
-)  # of every training; the other layouts are tried in all with sgd, and everywhere by `make test-all`
+QUICK = ("dp2", "ddp2")
 
 
 def _case(training: str, spread: str) -> Any:
     marks = list(STARTS_PROCESSES) if spread.startswith("ddp") else []
-    if spread not in QUICK and training != "sgd":
+    if spread not in QUICK:
         marks.append(pytest.mark.slow)
     return pytest.param(training, spread, marks=marks)
 

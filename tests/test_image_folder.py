@@ -26,6 +26,7 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(90)
 def test_a_folder_of_jpeg_and_png_trains_under_ddp(train: Train) -> None:

@@ -113,7 +113,7 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
     return trained(ranks, store, folder, *overrides)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_computes_longer_stands_out(tmp_path: Path, slow: int) -> None:
     """All ranks take as long for a step: what the others wait is no computing of theirs."""
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")

@@ -35,7 +35,7 @@ OPTIONS = sorted(
     and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
 )
 # One of each kind of group; every other option is for `make test-all`.
-QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"), ("parallel", "ddp"), ("parallel", "dp"))
+QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"))
 ONE_STEP = (
     "train.max_steps=1",
     "data.limit_train=64",

@@ -105,6 +105,7 @@ def test_tables_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines() == ["a, b.png  cat 0.7500, dog 0.2500", "torn.png  unreadable"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_predicts_under_ddp(train: Train, finished_run: Finished, digits: Path, tmp_path: Path) -> None:
     words = [f"run={finished_run.folder}", f"images={digits}", "parallel=ddp", "devices=2", f"output={tmp_path}/x.csv"]

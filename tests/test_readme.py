@@ -108,24 +108,16 @@ def test_both_languages_are_in_step() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "train.py parallel=ddp parallel.devices=2",
-        "train.py model.name=convnext_atto optim=sgd",
-        "train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
-    ],
-)
+@pytest.mark.parametrize("arguments", ["train.py model.name=convnext_atto optim=sgd"])
 def test_command_runs(arguments: str, tmp_path: Path) -> None:
-    tiny = ["model.kwargs={}"] if "model.name" in arguments else ["model=tiny"]
     small = [
+        "model.kwargs={}",
         "train.epochs=1",
         "train.max_steps=2",
         "optim.warmup_epochs=0",
         "data.limit_train=64",
         "print_config=false",
     ]
-    folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
-    command = [sys.executable, *shlex.split(arguments), *tiny, *small, *folders]
+    command = [sys.executable, *shlex.split(arguments), *small, f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr

@@ -141,6 +141,7 @@ def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
     return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_worker_processes_make_the_images_that_the_rank_itself_makes() -> None:

@@ -225,6 +225,7 @@ def test_jobs_side_by_side_have_cores_of_their_own(tmp_path: Path, stand_ins: No
     assert [job.status for job in read_jobs(tmp_path).jobs] == ["done"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_jobs_that_need_all_cores_run_alone_with_all_of_them(tmp_path: Path, stand_ins: None) -> None:
     jobs = frozen(tmp_path, "seed=1,2", f"parallel.threads_per_device={hardware.cores()}")

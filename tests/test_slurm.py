@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from cluster_page import ARRAY, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB, SRUN
 from conftest import ROOT, Train, read_lines, tiny
 
 from src.engine.record.jobs import read_jobs
@@ -29,9 +31,8 @@ pytestmark = [
         reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster of its own",
     ),
 ]
-DEV_CLUSTER = str(ROOT / "scripts" / "slurm" / "dev_cluster.sh")
 LONG = ("train.epochs=40", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
-SLURM = ("cluster=slurm", "cluster.nodes=2", "parallel=ddp")
+SLURM = JOB.split()[2:]  # after `python train.py`
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     """The environment of people who use the cluster."""
     folder = tmp_path_factory.mktemp("slurm")
     environment = {**os.environ, "DEV_CLUSTER": str(folder / "dev"), "SLURM_CONF": str(folder / "dev" / "slurm.conf")}
-    subprocess.run([DEV_CLUSTER, "start"], env=environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    run = partial(subprocess.run, cwd=ROOT, env=environment, check=True, timeout=60)
+    run(CLUSTER_START.split(), stdout=subprocess.DEVNULL)  # no pipe: the daemons would keep it open
+    status = run(CLUSTER_STATUS.split(), stdout=subprocess.PIPE, text=True).stdout
+    assert "n1" in status and "n2" in status
     yield environment
-    subprocess.run([DEV_CLUSTER, "stop"], env=environment, check=True, timeout=60)
+    run(CLUSTER_STOP.split())
     assert not (folder / "dev").exists()
 
 
@@ -111,7 +115,7 @@ def test_a_job_on_two_nodes_has_the_numbers_of_one_machine(jobs: Jobs, train: Tr
     assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
     here = train("parallel=ddp", "parallel.devices=2", folder=train.base / "here")
     assert numbers(done.folder) == numbers(here.folder)
-    tasks = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "train.py", "parallel=ddp"]
+    tasks = SRUN.replace("python", sys.executable).split()
     plain = train.start_command(
         [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")], train.base / "plain", jobs.environment, timeout=200
     ).finish()
@@ -161,8 +165,8 @@ def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: T
 
 def test_a_sweep_is_one_array_and_a_lost_node_costs_no_task(jobs: Jobs, train: Train) -> None:
     folder = train.base / "sweep"
-    words = ("cluster=slurm", "cluster.cpus=4", "parallel=single", "seed=1,2,3,4", "sweep.jobs=2", *LONG)
-    done = train.start("-m", f"hydra.sweep.dir={folder}", *words, environment=jobs.environment).finish()
+    words = (*ARRAY.split()[2:], *LONG)
+    done = train.start(f"hydra.sweep.dir={folder}", *words, environment=jobs.environment).finish()
     assert done.returncode == 0, done.output
     jobs.wait_for_steps(folder / "1")
     assert len(jobs.slurm("squeue", "--noheader", "--states=R").splitlines()) == 2, "two at a time"

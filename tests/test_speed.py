@@ -240,6 +240,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
 @pytest.mark.processes
 def test_pages_of_freed_tensors_are_used_again() -> None:

@@ -65,7 +65,13 @@ class Chaos:
 
     draw: random.Random
     base: Path
+    deadline: float  # by time.monotonic(); until then things go wrong
+    at_least: int = 0  # faults, however long they take
     faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.deadline or len(self.faults) < self.at_least
 
     def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
         """Start the run, or go on with it. `room`: bytes a file may have, as on a disk that is full."""
@@ -168,12 +174,12 @@ class Chaos:
             code, complaint = life.process.wait(), "hung"
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
-    def round(self, whole: Path, epochs: int, deadline: float) -> str:
+    def round(self, whole: Path, epochs: int) -> str:
         """One disturbed run to its end; returns what differs from the undisturbed one, empty when nothing does."""
         folder = self.base / f"disturbed_{sum(1 for _ in self.base.glob('disturbed_*'))}"
         while True:
             life = self.start(folder, epochs)
-            if time.monotonic() < deadline and self.live(life):
+            if self.goes_on and self.live(life):
                 self.strike(life)
             elif life.process.wait(timeout=GRACE * 5) != 0:
                 return (
@@ -211,22 +217,22 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="how long faults go on; the last run is let to its end"
     )
+    parser.add_argument("--faults", type=int, default=0, help="go on until so many were seen, however long it takes")
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their times")
     parser.add_argument("--epochs", type=int, default=40, help="length of a run")
     parser.add_argument("--out", type=Path, help="folder (default: below outputs/chaos)")
     arguments = parser.parse_args()
     name = time.strftime("%Y-%m-%d/%H-%M-%S")
-    chaos = Chaos(
-        random.Random(arguments.seed), claim_folder((arguments.out or ROOT / "outputs" / "chaos" / name).resolve())
-    )
+    base = claim_folder((arguments.out or ROOT / "outputs" / "chaos" / name).resolve())
+    chaos = Chaos(random.Random(arguments.seed), base, deadline=0.0)
     whole = chaos.base / "undisturbed"
     if chaos.start(whole, arguments.epochs).process.wait(timeout=600) != 0:
         print(f"the undisturbed run failed; see {chaos.base}/console.log", file=sys.stderr)
         return 1
-    deadline = time.monotonic() + 60 * arguments.minutes
+    chaos.deadline, chaos.at_least = time.monotonic() + 60 * arguments.minutes, arguments.faults
     runs, differences = 0, []
-    while time.monotonic() < deadline:
-        found = chaos.round(whole, arguments.epochs, deadline)
+    while chaos.goes_on or not runs:
+        found = chaos.round(whole, arguments.epochs)
         runs += 1
         print(f"run {runs}: {found or 'equal to the undisturbed one'}", flush=True)
         differences += [found] if found else []

@@ -51,6 +51,7 @@ def _save_for_ever(folder: Path, first: int) -> None:
         checkpoint.save(folder, contents(step), step, keep=2, is_best=step % 3 == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_path: Path) -> None:

@@ -139,9 +139,8 @@ def slow(*row: Any) -> Any:
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
     [
-        (1, 0, EPOCH),
         (2, 0, 3),
-        *(slow(1, 0, step) for step in STOPS if step != EPOCH),
+        *(slow(1, 0, step) for step in STOPS[::2]),
         *(slow(2, 0, step) for step in STOPS if step != 3),
         *(slow(1, 2, step) for step in (3, EPOCH)),
         *(slow(2, 2, step) for step in (3, EPOCH)),

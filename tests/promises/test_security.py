@@ -542,6 +542,7 @@ def listening(process: psutil.Process) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(90)
 def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:

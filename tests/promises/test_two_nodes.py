@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import yaml
+from cluster_page import KUBERNETES, TORCHRUN
 from conftest import ROOT, Train, read_lines, tiny
 
 from src.engine.record.result import read_result
 
 NAMES = ("nodea", "nodeb")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # the first stands in the command of docs/cluster.md
 PROMPT = 15.0  # seconds from a fault to the end of everything
 LONG = ("train.epochs=80", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
 
@@ -39,7 +40,7 @@ def can_make_namespaces() -> bool:
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not can_make_namespaces(), reason="needs root and iproute2, to make network namespaces"),
 ]
 
@@ -64,20 +65,7 @@ class Nodes:
             ip("-n", name, "link", "set", "lo", "up")
             (self.base / name).mkdir()
             self.hosts += f"{address} {name}\n"
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.names[1],
-        )
+        ip(*f"link add eth0 netns {self.names[0]} type veth peer name eth0 netns {self.names[1]}".split())
         for name, address in zip(self.names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -138,10 +126,10 @@ class Nodes:
 
     def torchrun(self, *words: str) -> list[subprocess.Popen[str]]:
         """The command that a person gives on each node."""
+        shown = [TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:] for index in range(2)]
         torchrun = str(Path(sys.executable).parent / "torchrun")
-        place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29511"]
-        run = ["train.py", "parallel=ddp", *tiny(f"paths.output_dir={self.disk}", *words)]
-        return [self.start(index, [torchrun, "--node-rank", str(index), *place, *run]) for index in range(2)]
+        small = tiny(f"paths.output_dir={self.disk}", *words)
+        return [self.start(index, [torchrun, *shown[index], *small]) for index in range(2)]
 
     def run_folder(self, index: int = 0) -> Path:
         found = sorted((self.base / self.names[index] / "train").glob("*/*"))
@@ -194,13 +182,8 @@ def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes,
     assert (there / "logs" / "rank_1.log").exists()
 
 
-@pytest.mark.parametrize("fault", ["cut off", "dead", "stopped"])
-def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
-    nodes: Nodes, train: Train, fault: str
-) -> None:
-    words = (*LONG, "resume=auto")
-    started = nodes.torchrun(*words)
-    wait_for(lambda: lines_in(nodes) > 3, nodes)
+def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
+    """The second node is lost while both train. Seconds until the run has ended wherever it could."""
     lost = nodes.pids(nodes.names[1])
     since = time.monotonic()
     if fault == "cut off":
@@ -208,27 +191,45 @@ def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
     else:
         for pid in lost:
             os.kill(pid, signal.SIGKILL if fault == "dead" else signal.SIGSTOP)
-    if fault == "stopped":
-        assert started[0].wait(timeout=60) != 0
-        seconds = time.monotonic() - since
-        for pid in lost:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-    else:
-        seconds = nodes.gone_after(since)
-    print(f"{fault}: everything gone after {seconds:.1f} s")
-    assert seconds < PROMPT
+    if fault != "stopped":
+        return nodes.gone_after(since)
+    assert started[0].wait(timeout=60) != 0
+    seconds = time.monotonic() - since
+    for pid in lost:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     nodes.gone_after(time.monotonic())
-    result = json.loads((nodes.run_folder() / "result.json").read_text())
-    assert result["status"] == "failed" and result["failure"]["rank"] == 1, result
-    assert nodes.names[1] in result["reason"], result["reason"]
-    if fault == "cut off":
-        assert "node 0" in (nodes.run_folder(1) / "logs" / "failure_rank_0.json").read_text()
-        assert f"its logs are in {nodes.names[1]}:" in nodes.output(1)
-        nodes.cut(is_up=True)
+    return seconds
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train_shared: Train) -> tuple[Any, ...]:
+    """The numbers of LONG on one machine."""
+    return alone(train_shared, *LONG)
+
+
+def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
+    nodes: Nodes, undisturbed: tuple[Any, ...]
+) -> None:
+    """One run that loses its second node three times, in three ways."""
+    words = (*LONG, "resume=auto")
+    for fault in ("cut off", "dead", "stopped"):
+        before = lines_in(nodes)
+        started = nodes.torchrun(*words)
+        wait_for(lambda before=before: lines_in(nodes) > before + 3, nodes)
+        seconds = lose(nodes, started, fault)
+        print(f"{fault}: everything gone after {seconds:.1f} s")
+        assert seconds < PROMPT, fault
+        result = json.loads((nodes.run_folder() / "result.json").read_text())
+        assert result["status"] == "failed" and result["failure"]["rank"] == 1, result
+        assert nodes.names[1] in result["reason"], result["reason"]
+        if fault == "cut off":
+            assert "node 0" in (nodes.run_folder(1) / "logs" / "failure_rank_0.json").read_text()
+            assert f"its logs are in {nodes.names[1]}:" in nodes.output(1)
+            nodes.cut(is_up=True)
     again = nodes.torchrun(*words)
     assert [process.wait(timeout=120) for process in again] == [0, 0], nodes.output(0) + nodes.output(1)
-    assert numbers(nodes.run_folder()) == alone(train, *LONG)
+    assert numbers(nodes.run_folder()) == undisturbed
 
 
 class Job:
@@ -274,9 +275,11 @@ class Job:
             time.sleep(1)
 
 
-def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(nodes: Nodes, train: Train) -> None:
-    where = (f"hydra.run.dir={train.base / 'submitted'}", "cluster=kubernetes", "cluster.image=x", "cluster.claim=x")
-    written = train(*where, "cluster.nodes=2", "parallel=ddp", *LONG, folder=train.base / "submitted")
+def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(
+    nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
+) -> None:
+    words = KUBERNETES.split()[2:]  # after `python train.py`
+    written = train(*words, *LONG, folder=train.base / "submitted")
     assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
     job = Job(nodes, written.folder / "job.yaml")
     for index in range(2):
@@ -302,5 +305,5 @@ def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(nodes: Node
     assert read_result(folder).status == "interrupted"
     print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
     job.run()
-    assert numbers(folder) == alone(train, *LONG)
+    assert numbers(folder) == undisturbed
     assert nodes.output(0).count("going on from") == 2
