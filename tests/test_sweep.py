@@ -94,14 +94,14 @@ def test_strategies_and_device_counts(tmp_path: Path, strategies: str) -> None:
 @pytest.mark.timeout(120)
 def test_a_job_run_alone_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    done = sweep(folder, "parallel=ddp", "parallel.devices=2", "parallel.threads_per_device=1", "optim.lr=1e-3,1e-4")
+    done = sweep(folder, "parallel=ddp", "parallel.devices=2", "parallel.threads_per_device=1")
     assert done.returncode == 0, done.stderr
-    alone = [sys.executable, "train.py", "--config-path", str(folder / "1"), "--config-name", "config"]
+    alone = [sys.executable, "train.py", "--config-path", str(folder / "0"), "--config-name", "config"]
     again = subprocess.run(
         [*alone, f"hydra.run.dir={tmp_path}/alone"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
     assert again.returncode == 0, again.stderr
-    own, job = (json.loads((path / "result.json").read_text()) for path in (tmp_path / "alone", folder / "1"))
+    own, job = (json.loads((path / "result.json").read_text()) for path in (tmp_path / "alone", folder / "0"))
     assert own["val"]["loss"] == job["val"]["loss"]  # bit for bit
 
 
@@ -127,7 +127,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         "train.py",
         "-m",
         *SMALL,
-        "optim.lr=1e-3,1e-4,1e-5,1e-6",
+        "optim.lr=1e-3,1e-4,1e-5",
         "train.epochs=25",
         "parallel=ddp",
     ]
@@ -141,7 +141,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == 130, output
-    assert statuses(folder) == ["done", "interrupted", "waiting", "waiting"]
+    assert statuses(folder) == ["done", "interrupted", "waiting"]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
     first = (folder / "0" / "result.json").read_text()
     again = subprocess.run(
@@ -153,5 +153,5 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         check=False,
     )
     assert again.returncode == 0, again.stderr
-    assert statuses(folder) == ["done"] * 4
+    assert statuses(folder) == ["done"] * 3
     assert (folder / "0" / "result.json").read_text() == first
