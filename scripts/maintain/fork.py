@@ -79,7 +79,7 @@ def _drop_demo(root: Path) -> None:
     for path in FIGURES:
         if (root / path).exists():
             _git(root, "rm", "-rq", path)
-    gone = re.compile("|".join([*RECIPES, *(re.escape(path.removeprefix("docs/")) for path in FIGURES)]))
+    gone = re.compile("|".join([*RECIPES, *(re.escape(path) for path in ("benchmarks.md", "figures/"))]))
     for page in [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]:
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
         page.write_text("".join(line for line in lines if not gone.search(line)), encoding="utf-8")
