@@ -5,15 +5,12 @@ So a dead owner's lock blocks nobody, on whatever machine it died, and no heartb
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from src.engine.machine.platform import lock
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
@@ -45,22 +42,23 @@ def is_owned(folder: Path) -> bool:
 
 def _take(path: Path) -> int | None:
     """The descriptor that holds the lock; None where the file system has no locks."""
+    from filelock import lock_descriptor  # flock; on Windows LockFileEx of the first byte, which nobody else can read
+
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
         try:
-            lock(descriptor)
+            if not lock_descriptor(descriptor, blocking=False):
+                os.lseek(descriptor, 1, os.SEEK_SET)
+                owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                raise ValueError(f"{path.parent}: in use by {owner}; wait for it, stop it, or use another folder")
         except OSError as error:
-            owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ValueError(
-                    f"{path.parent}: in use by {owner}; wait for it, stop it, or use another folder"
-                ) from None
             log.warning("%s: this file system has no locks (%s); do not start a second run here", path.parent, error)
             return None
         if _is_same_file(descriptor, path):
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            os.write(descriptor, f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode())
             return descriptor
         os.close(descriptor)  # its owner removed it between our open and our lock
 

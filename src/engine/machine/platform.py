@@ -1,7 +1,7 @@
 """What some systems lack or do otherwise, in one place: nobody else asks for names that only Unix has.
 
-Windows has no fcntl, resource, SIGHUP, SIGUSR1, SIGUSR2 or SIGKILL, syncs no folder, and has no NCCL. What is missing is
-recognised by its absence, so that a test on Linux can hide it.
+Windows has no resource, SIGHUP, SIGUSR1, SIGUSR2 or SIGKILL, syncs no folder, and has no NCCL. What is missing is
+recognised by its absence, so that a test on Linux can hide it. Locks on files: lock.py, by the filelock package.
 """
 
 from __future__ import annotations
@@ -19,29 +19,6 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows os.kill ends a process with whatever number it is given
-
-
-def lock(descriptor: int) -> None:
-    """Take the file for as long as this process holds it. Errors: OSError, EACCES or EWOULDBLOCK when another has it."""
-    try:
-        import fcntl
-    except ImportError:
-        _lock_byte(descriptor)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _lock_byte(descriptor: int) -> None:
-    """On Windows nobody can read what is locked, so the lock lies beyond the text that names the owner."""
-    try:
-        import msvcrt
-    except ImportError:
-        raise OSError("neither fcntl nor msvcrt is here") from None
-    os.lseek(descriptor, 2**20, os.SEEK_SET)
-    try:
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    finally:
-        os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def sync(path: Path) -> None:
