@@ -40,6 +40,10 @@ class Claim(Finding):
     number: int = 0
     text: str = ""
 
+    @property
+    def said(self) -> str:
+        return "; ".join(words for words in (self.figure, self.reason) if words not in ("—", "n/a", ""))
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -48,6 +52,14 @@ class Correction:
     statement: str
     truth: str
     figure: str  # a dash where these runs do not show it
+
+    @property
+    def text(self) -> str:
+        return f"“{self.statement}”"
+
+    @property
+    def said(self) -> str:
+        return self.truth + (f" Here: {self.figure}." if self.figure != "—" else "")
 
 
 def judge(e: Evidence) -> list[Claim]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pandas as pd
@@ -18,6 +18,9 @@ from src.engine.report.contents import Report, compare
 from src.engine.report.measured import Run
 from src.engine.report.plain import plain, relative, row
 from src.engine.report.wording import method
+
+if TYPE_CHECKING:
+    from src.engine.report.plots import Plot
 
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
 MOST_GROUPS_PLOTTED = 10
@@ -38,52 +41,43 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     write_json(out / "report.json", plain(report, out))
     rows = pd.DataFrame([row(run, out) for run in runs])
     write_text(out / "report.csv", rows.to_csv(index=False, lineterminator="\n"))
-    write_text(out / "report.md", _render("report.md.j2", report, out, {}))
-    write_text(out / "report.html", _render("report.html.j2", report, out, _plots(report.groups, out / PLOTS)))
+    plots = _draw(report.groups, out / PLOTS)
+    for kind in ("md", "html"):
+        write_text(out / f"report.{kind}", _render(kind, report, plots, out))
     return out / "report.html"
 
 
-def _render(template: str, report: Report, out: Path, plots: dict[Group, Any]) -> str:
+def _render(kind: str, report: Report, plots: dict[Group, list[Plot]], out: Path) -> str:
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=template.endswith(".html.j2"),
+        autoescape=kind == "html",
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(tables=tables, href=lambda run: _href(run, out))
-    return environment.get_template(template).render(
-        report=report,
-        groups=report.groups[:MOST_GROUPS_SHOWN],
-        plots=plots,
-        settings=tables.settings_tables(report.runs),
-        method=method(report.smallest_difference),
-        unfinished=[run for run in report.runs if not run.comparable],
-    )
+    environment.globals.update(tables=tables, href=lambda run: _href(run, out), report=report, plots=plots)
+    environment.globals.update(groups=report.groups[:MOST_GROUPS_SHOWN], method=method(report.smallest_difference))
+    return environment.get_template(f"report.{kind}.j2").render()
 
 
-def _plots(groups: Sequence[Group], folder: Path) -> dict[Group, list[tuple[str, Any]]]:
-    """(caption, SVG) of the first groups, as many as keep report.html small; each is also a file, its data beside it."""
-    from markupsafe import Markup
-
+def _draw(groups: Sequence[Group], folder: Path) -> dict[Group, list[Plot]]:
+    """Plots of the first groups, as many as keep report.html small; each is also a file, its data beside it."""
     from src.engine.report.plots import draw
 
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
-    plots: dict[Group, list[tuple[str, Any]]] = {}
-    size = 0
-    for number, members in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        drawn = draw(members)
-        size += sum(len(plot.svg) for plot in drawn)
-        if size > MOST_PLOT_BYTES:
+    plots: dict[Group, list[Plot]] = {}
+    for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
+        plots[group] = draw(group)
+        if sum(len(plot.svg) for drawn in plots.values() for plot in drawn) > MOST_PLOT_BYTES:
+            del plots[group]
             break
-        for plot in drawn:
+        for plot in plots[group]:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
             write_text(folder / f"{number}_{plot.name}.csv", plot.data.to_csv(index=False, lineterminator="\n"))
-        plots[members] = [(plot.caption, Markup(plot.svg)) for plot in drawn]  # matplotlib escaped all text in it
     return plots
 
 

@@ -111,14 +111,15 @@ def _keys(caption: str, values: dict[str, list[Any]]) -> Table:
 
 def unfinished_table(runs: Sequence[Run]) -> Table:
     """Jobs without comparable figures, with their reasons."""
-    rows = []
-    for run in runs[:MOST_UNFINISHED]:
+    unfinished, rows = [run for run in runs if not run.comparable], []
+    for run in unfinished[:MOST_UNFINISHED]:
         reason = run.doubt or run.reason or DASH
         shown = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
         point = f"{run.strategy or DASH} × {run.devices or DASH}"
         status = "done, not compared" if run.doubt else run.status.replace("_", " ")
         rows.append([Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(status), Cell(shown), _links((run,))])
-    notes = [f"and {len(runs) - len(rows)} more, in report.csv"] if len(runs) > len(rows) else []
+    more = len(unfinished) - len(rows)
+    notes = [f"and {more} more, in report.csv"] if more else []
     return Table(["point", "overrides", "status", "reason", "folder"], rows, notes=notes)
 
 
