@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,9 @@ def test_without_a_device_one_line_says_what_was_not_seen() -> None:
     command = [sys.executable, "scripts/maintain/gpu_check.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     if not hardware.visible_cuda_devices():
-        assert (done.returncode, done.stdout) == (0, NOT_SEEN + "\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, NOT_SEEN.format("no CUDA device is visible here") + "\n"), (
+            done.stderr
+        )
 
 
 def test_a_part_that_breaks_or_finds_no_time_left_keeps_nobody_from_running() -> None:
@@ -41,12 +44,61 @@ def test_a_part_that_breaks_or_finds_no_time_left_keeps_nobody_from_running() ->
     late = gpu_check.check((("late", breaks, 60),), seconds=20)
     assert late == [Row("late", "not seen: no time left")]
 
+    def hangs(seconds: float) -> list[Row]:
+        subprocess.run(["sleep", "100"], timeout=0.2, check=False)
+        return []
+
+    assert gpu_check.check((("long", hangs, 9),), 100) == [Row("long", "not seen within 9 s")]
+
+
+def test_a_second_round_begins_only_where_there_is_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = 0.0, []
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def side(self: bench_measures.Training, *given: object) -> dict[str, float]:
+        nonlocal now
+        limits.append(self.limit)
+        now += 30
+        return {"images_per_sec": 1.0, "peak_mib": 1.0}
+
+    monkeypatch.setattr(bench_measures.Training, "ours", side)
+    monkeypatch.setattr(bench_measures.Training, "by_hand", side)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (SimpleNamespace(name="made up"),))
+    part = gpu_check.against_by_hand("r", TRAININGS["ResNet-50"])
+    assert not any(row.wrong for row in part(125)) and limits == [125, 95]
+    part(140)
+    assert limits[2:] == [140, 110, 80, 50]
+
 
 def test_what_pytest_said_becomes_rows() -> None:
     said = (
-        "PASSED tests/test_a.py::test_one\nFAILED tests/test_a.py::test_two[x] - assert 1\nSKIPPED [1] a.py:3\n1 failed"
+        "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ 50%]\n"
+        "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] - assert 1\n1 failed"
     )
-    assert gpu_check.outcomes(said) == [("test_a.py::test_one", "passed"), ("test_a.py::test_two[x]", "failed")]
+    assert gpu_check.outcomes(said) == [("test_a.py::test_one", "passed"), ("test_a.py::test_two[a b]", "failed")]
+
+
+@pytest.mark.processes
+def test_tests_that_take_too_long_are_ended_and_those_before_are_told(tmp_path: Path) -> None:
+    """pytest itself, as it is started on a device."""
+    file = tmp_path / "test_made_up.py"
+    marked = "import time, pytest\npytestmark = pytest.mark.gpu\n"
+    file.write_text(marked + "def test_one(): pass\ndef test_two(): assert 0\ndef test_three(): time.sleep(100)\n")
+    found = gpu_check.tests(str(file))(6)
+    assert [(row.what.rpartition("::")[2], row.figure, row.wrong) for row in found] == [
+        ("test_one", "passed", False), ("test_two", "failed", True), ("test_two", "not seen within 6 s", False)
+    ]  # fmt: skip
+
+
+def test_an_interpreter_that_lacks_something_is_told_so_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (object(),))
+    monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "hydra_that_is_not_there"))
+    monkeypatch.setattr(gpu_check, "check", lambda: pytest.fail("it ran"))
+    assert gpu_check.main() == 2
+    said = capsys.readouterr().out
+    assert "hydra_that_is_not_there" in said and "make gpu-wheels" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
@@ -67,7 +119,7 @@ def test_both_sides_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     """The commands of the comparison, composed and parsed, without a device."""
     commands: list[list[str]] = []
 
-    def call(command: list[str]) -> str:
+    def call(command: list[str], limit: float) -> str:
         commands.append(command)
         raise RuntimeError("not here")
 

@@ -267,7 +267,7 @@ def test_a_steady_step_never_synchronises_with_the_gpu(accelerator: str) -> None
         run.state.progress, config.train.log_every = progress, boundary
         next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, 10**9, run.mixing))
 
-    train(3, Progress())
+    train(7, Progress())  # past the first step and the warm-up, where the meter waits
     progress = Progress()
     if accelerator == "cpu":
         train(8, progress)

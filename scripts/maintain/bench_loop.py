@@ -99,6 +99,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
     else:
         torch.set_num_threads(1)
     if world > 1:

@@ -43,6 +43,7 @@ class Training:
     compile: bool = False
     folder: Path | None = None  # of JPEG files, instead of random images
     loaders: int = 2  # processes that decode it, over all ranks
+    limit: float = 300  # seconds that a command may take
 
     def ours(self, world: int, strategy: str | None = None) -> Figures:
         """With everything on: TensorBoard, metrics, meters, progress bar, checkpoints, proof."""
@@ -57,7 +58,7 @@ class Training:
         ]
         with tempfile.TemporaryDirectory(prefix="bench_") as base:
             folder = Path(base) / "run"
-            call([sys.executable, "train.py", *words, f"hydra.run.dir={folder}"])
+            call([sys.executable, "train.py", *words, f"hydra.run.dir={folder}"], self.limit)
             lines = [line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
             result = read_result(folder)
         first, last = lines[0], lines[-1]
@@ -86,7 +87,7 @@ class Training:
         script += [str(self.folder), str(self.loaders // world)] if self.folder else []
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
-            figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log])
+            figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log], self.limit)
         return {"first_step": figures.pop("first_step_at") - began, **figures}
 
 
@@ -99,18 +100,20 @@ TRAININGS = {
 }
 
 
-def call(command: list[str]) -> str:
-    """The standard output of a command that must succeed. Errors: RuntimeError with what it said."""
+def call(command: list[str], limit: float = 300) -> str:
+    """The standard output of a command that must succeed within `limit` seconds. Errors: RuntimeError with what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=limit
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
     return done.stdout
 
 
-def said(command: list[str]) -> Any:
+def said(command: list[str], limit: float = 300) -> Any:
     """The JSON that a command prints on a line of its own."""
-    return json.loads([line for line in call(command).splitlines() if line.startswith(("{", "["))][-1])
+    return json.loads([line for line in call(command, limit).splitlines() if line.startswith(("{", "["))][-1])
 
 
 def timed(command: list[str], exit_code: int = 0) -> Figures:

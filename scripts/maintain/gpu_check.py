@@ -8,7 +8,10 @@ end one table, with the device's name. Exit code 1 where something was found wro
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -23,12 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: P
 from scripts.maintain.bench_measures import Figures, Training
 from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder, write_json
+from src.engine.machine.process import no_survivors
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 520.0  # for everything
 NOT_SEEN = (
-    "skipped: no CUDA device is visible here, so nothing was seen of: synchronisation, copies beside work, dp, NCCL, "
+    "skipped: {}, so nothing was seen of: synchronisation, copies beside work, dp, NCCL, "
     "two ranks on one device, ResNet-50 and ViT-B/16 against a loop by hand, MFU, a profile, faults on a device"
+)
+NEEDED = (
+    *("torch", "torchvision", "timm", "hydra", "omegaconf", "tensorboard", "psutil", "sklearn", "pandas"),
+    *("matplotlib", "pytest", "pytest_timeout"),
 )
 ON_DEVICE = ("tests/test_speed.py", "tests/test_feed.py", "tests/test_gpu.py")
 FAULTS = ("tests/test_gpu_faults.py",)
@@ -75,40 +83,51 @@ def topology(seconds: float) -> list[Row]:
 
 def tests(*files: str) -> Part:
     def run(seconds: float) -> list[Row]:
-        words = ["-m", "pytest", "-m", "gpu", "-rA", "--tb=short", "-p", "no:cacheprovider", *files]
-        found = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(python(words, seconds))]
+        plain = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]  # no plugins that happen to be there
+        words = ["-m", "pytest", "-m", "gpu", "-vv", "--tb=short", *plain, *files]
+        said, is_whole = python(words, seconds)
+        found = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(said)]
+        if not is_whole:
+            found.append(
+                Row(f"the tests after {found[-1].what if found else 'none'}", f"not seen within {seconds:.0f} s")
+            )
         return found or [Row(" ".join(files), "no test ran", True)]
 
     return run
 
 
 def outcomes(said: str) -> list[tuple[str, str]]:
-    """(test, passed or failed or error) of what `pytest -rA` printed."""
-    words = {"PASSED": "passed", "FAILED": "failed", "ERROR": "error"}
-    lines = [line.partition(" - ")[0].partition(" ") for line in said.splitlines()]
-    return [(test.rpartition("/")[2], words[word]) for word, _, test in lines if word in words and "::" in test]
+    """(test, passed or failed or error) of what `pytest -v` printed, one line after the other."""
+    lines = (re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR)\b", line) for line in said.splitlines())
+    return [(line[1].rpartition("/")[2], line[2].lower()) for line in lines if line is not None]
 
 
-def python(words: list[str], seconds: float) -> str:
-    """What a command said; its words are shown where it fails. One that takes longer is ended."""
+def python(words: list[str], seconds: float) -> tuple[str, bool]:
+    """(what a command said, whether it came to its end); shown where it fails. One that takes longer is ended."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
+            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False,
+            env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""
-        return said.decode(errors="replace") if isinstance(said, bytes) else said
+        return said.decode(errors="replace") if isinstance(said, bytes) else said, False
     if done.returncode:
         print((done.stdout + done.stderr)[-6000:])
-    return done.stdout
+    return done.stdout, True
 
 
 def against_by_hand(name: str, training: Training, rounds: int = 2) -> Part:
     def run(seconds: float) -> list[Row]:
         until = time.monotonic() + seconds
         pairs: list[tuple[Figures, Figures]] = []
-        while len(pairs) < rounds and (not pairs or time.monotonic() < until - seconds / 2):
-            pairs.append((training.ours(1), training.by_hand(1)))
+        took = 0.0
+        while len(pairs) < rounds and until - time.monotonic() > 1.2 * took:
+            began = time.monotonic()
+            own = replace(training, limit=until - began).ours(1)
+            pairs.append((own, replace(training, limit=max(1.0, until - time.monotonic())).by_hand(1)))
+            took = time.monotonic() - began
         return compare(name, training, pairs, hardware.visible_cuda_devices()[0].name)
 
     return run
@@ -150,14 +169,18 @@ def strategies(seconds: float) -> list[Row]:
     count = len(hardware.visible_cuda_devices())
     ways = [(kind, devices) for devices in sorted({1, count}) for kind in ("single", "dp", "ddp")]
     for kind, devices in ways:
-        if (kind != "single" or devices == 1) and time.monotonic() < until - seconds / 4:
-            rate = TRAININGS["ResNet-50"].ours(devices, kind)["images_per_sec"]
+        left = until - time.monotonic()
+        if (kind != "single" or devices == 1) and left > seconds / 4:
+            training = replace(TRAININGS["ResNet-50"], batch_size=256 // devices * devices, limit=left)
+            rate = training.ours(devices, kind)["images_per_sec"]
             found.append(Row(f"ResNet-50: {kind} on {devices}", f"{rate:.0f} images/s"))
     return found
 
 
 def profile(seconds: float) -> list[Row]:
-    said = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
+    said, is_whole = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
+    if not is_whole:
+        return [Row("profile", f"not seen within {seconds:.0f} s")]
     found = json.loads(said.splitlines()[-1])
     return [Row(f"between steps: {name}", f"{value:.2f} ms a step") for name, value in found.items()]
 
@@ -168,7 +191,7 @@ PARTS: tuple[tuple[str, Part, float], ...] = (  # name, what it does, seconds at
     ("ResNet-50", against_by_hand("ResNet-50", TRAININGS["ResNet-50"]), 100),
     ("ViT-B/16", against_by_hand("ViT-B/16", TRAININGS["ViT-B/16"]), 100),
     ("profile", profile, 40),
-    ("faults", tests(*FAULTS), 90),
+    ("faults", tests(*FAULTS), 120),
     ("strategies", strategies, 60),
     ("compiled", against_by_hand("ResNet-50 compiled", replace(TRAININGS["ResNet-50"], compile=True), 1), 120),
 )
@@ -184,17 +207,27 @@ def check(parts: tuple[tuple[str, Part, float], ...] = PARTS, seconds: float = S
             continue
         print(f"--- {name}", flush=True)
         try:
-            found += part(min(most, left))
+            with no_survivors():  # a command that was ended may have started others, which would disturb the next part
+                found += part(min(most, left))
+        except subprocess.TimeoutExpired:
+            found.append(Row(name, f"not seen within {min(most, left):.0f} s"))
         except Exception as error:  # whatever it was, the parts after it may still say something
             found.append(Row(name, f"broke: {type(error).__name__}: {' '.join(str(error).split())[-300:]}", True))
     return found
 
 
 def main() -> int:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     devices = hardware.visible_cuda_devices()
     if not devices:
-        print(NOT_SEEN)
+        print(NOT_SEEN.format(hardware.cuda().problem or "no CUDA device is visible here"))
         return 0
+    if missing:
+        print(
+            f"{sys.executable} lacks {', '.join(missing)}: run make gpu-wheels where there is a package index, and bring "
+            "the folder .gpu-wheels along; or name an interpreter that has them, BIN=<folder>"
+        )
+        return 2
     rows = check()
     width = max(len(row.what) for row in rows)
     print(f"\n{devices[0].name}" + f" and {len(devices) - 1} more" * (len(devices) > 1))

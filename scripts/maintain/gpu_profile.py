@@ -56,7 +56,8 @@ def measure(accelerator: str, *words: str) -> dict[str, float]:
         for _ in reports:
             pass
     seconds = time.perf_counter() - began
-    events = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
+    on = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
+    events = [e for e in on if not e.is_user_annotation]  # the optimizer's spans all of its kernels, and their gaps
     kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]
     busy, idle, longest = busy_and_idle((e.time_range.start, e.time_range.end) for e in kernels)
     copies, _, _ = busy_and_idle((e.time_range.start, e.time_range.end) for e in events if e.name.startswith("Mem"))

@@ -21,7 +21,8 @@ WANTED = (
 )
 THERE = ("torch", "torchvision", "numpy", "pillow", "scipy", "pandas", "matplotlib", "scikit-learn", "setuptools")
 NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")  # large, and a run does without
-LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|webfiles\.zip$|^\.\./")
+# Among others what is compiled for one version of Python: each of these packages does without.
+LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|\.cpython-\d+-.*\.so$|webfiles\.zip$|^\.\./")
 
 
 def closure(wanted: Iterable[str]) -> list[str]:
