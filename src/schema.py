@@ -160,8 +160,14 @@ class TrainConfig:
     smoothing: float = number(0.0, least=0, most=1)
     bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
     log_every: int = number(10, least=1)  # steps between two logged lines
+    profile_steps: int | None = number(None, least=1)  # record so many with torch.profiler, and split the others' time
     on_nonfinite: str = choice("stop", "stop", "skip")  # skip: leave such steps out; it looks at every step, slower
     max_skipped: int = number(10, least=0)  # more such steps end the run
+
+    @property
+    def untimed_steps(self) -> int | None:
+        """With profile_steps, the steps before the timed ones: ten to warm up, one to start the profiler in, and those."""
+        return None if self.profile_steps is None else 11 + self.profile_steps
 
 
 @dataclass

@@ -68,6 +68,10 @@ class DataParallelStrategy(Single):
             return entries
         return [{**entries[0], "device": f"cpu:{i}", "shared": True} for i in range(len(self.devices))]  # one process
 
+    def calls_of_forward(self, wrapped: nn.Module) -> list[tuple[nn.Module, str]]:
+        assert isinstance(wrapped, LossOnOutput | LossInReplicas)
+        return [(wrapped.spread, name) for name in ("scatter", "replicate", "gather")]
+
     def communication_seconds(self, wrapped: nn.Module) -> tuple[float, float] | None:
         return (0.0, 0.0) if len(self.devices) == 1 else None  # copies and sums are kernels among others
 
@@ -154,11 +158,15 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         self._pool = ThreadPoolExecutor(len(generators), "replica", torch.set_num_threads, (threads,))
 
     def forward(self, *inputs: Tensor) -> Any:
-        chunks = list(zip(*(tensor.chunk(self.num_replicas, self.dim) for tensor in inputs), strict=True))
         if self.num_replicas == 1:
-            return self.module(*chunks[0])
+            return self.module(*inputs)
+        chunks, _ = self.scatter(inputs, {}, range(self.num_replicas))
         replicas = self.replicate(self.module, range(len(chunks)))
         return self.gather(self.parallel_apply(replicas, chunks, None), 0)
+
+    def scatter(self, inputs: Sequence[Tensor], kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """(a tuple of inputs for each replica, no keyword arguments)."""
+        return list(zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True)), []
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """Copies whose parameters are clones that pass gradients back; the first keeps the module's own buffers.

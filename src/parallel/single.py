@@ -105,6 +105,10 @@ class Single:
             elif device.type == "mps":
                 torch.mps.manual_seed(seed)
 
+    def calls_of_forward(self, wrapped: nn.Module) -> list[tuple[nn.Module, str]]:
+        """What `wrapped` does besides computing, to be timed apart: (module, the name of its method)."""
+        return []
+
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Inside, a backward pass leaves gradients unreduced: for all but the last batch of an accumulated step."""
         return nullcontext()

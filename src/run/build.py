@@ -14,6 +14,7 @@ from src.data.augment import Preprocessing, evaluation_transform, train_transfor
 from src.data.datasets import Images, InMemory, build_images
 from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
+from src.engine.config.combinations import check_profile
 from src.engine.record.meter import Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
 from src.parallel.clock import DeviceClock
@@ -24,6 +25,7 @@ from src.training.metrics import check_metric
 from src.training.moments import Moments
 from src.training.objective import Mixing, build_criterion, build_mixing
 from src.training.optim import build_optimizer, build_schedule
+from src.training.profile import ProfiledMoments
 from src.training.state import TrainState
 
 
@@ -63,6 +65,7 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         )
     check_metric(config.checkpoint.metric, len(images.class_names))
     total_steps = min(config.train.epochs * steps_per_epoch, config.train.max_steps or sys.maxsize)
+    check_profile(config.train, total_steps)
     num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
     state = _build_state(config, model, strategy, autocast, steps_per_epoch)
     return Run(
@@ -74,20 +77,25 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         evaluation=evaluation,
         state=state,
         mixing=build_mixing(config.data.augment, config.train.smoothing, num_classes, config.seed, strategy.rank),
-        moments=Moments(_build_meter(config, strategy, state, total_steps), strategy.stopping),
+        moments=_build_moments(config, strategy, state, total_steps),
         autocast=autocast,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
     )
 
 
-def _build_meter(config: ResolvedConfig, strategy: Single, state: TrainState, total_steps: int) -> Meter:
-    return Meter(
+def _build_moments(config: ResolvedConfig, strategy: Single, state: TrainState, total_steps: int) -> Moments:
+    untimed, recorded = config.train.untimed_steps, config.train.profile_steps
+    meter = Meter(
         config.global_batch * config.train.accumulate,
         total_steps,
         None if strategy.device.type == "cpu" else DeviceClock(strategy.device),
         window_opens=partial(strategy.window_opens, state.wrapped),
+        untimed=untimed,
     )
+    if untimed is None or recorded is None:
+        return Moments(meter, strategy.stopping)
+    return ProfiledMoments(meter, strategy, state.wrapped, untimed, recorded)
 
 
 def _build_state(

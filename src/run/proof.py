@@ -24,6 +24,7 @@ from src.models.build import count_parameters
 from src.run.build import Run
 from src.run.figures import figures
 from src.schema import ResolvedConfig
+from src.training.profile import told
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
         memory=strategy.memory(),
         started=datetime.fromtimestamp(_started()).astimezone().isoformat(timespec="seconds"),
         commit=_commit(folder),
+        profile=[own for own in strategy.gather(run.moments.profile(folder)) if own],
         seconds=_seconds(meter.first_step_at),
         parameters_hash=digest,
         checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
@@ -155,6 +157,8 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result) -> None:
     log.info("accuracy     %s", ", ".join([found, *averaged]))
     if config.train.target_loss is not None:
         log.info("target       %s", _against_target(result.train["loss"], config.train.target_loss))
+    for line in told(result.profile[0], folder) if result.profile else ():
+        log.info("%s", line)
     log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
 
 

@@ -59,6 +59,7 @@ def train_epoch(
         seed_step(config.seed, step, strategy)
         buffers = Buffers(state.model) if config.train.on_nonfinite == "skip" else None
         loss = _forward_backward(state, batches, config.train.accumulate, strategy, moments, mix)
+        moments.update_begins()
         grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, wanted=boundary or buffers is not None)
         if buffers is not None and _is_bad(state, grad_norm, loss, strategy):
             _skip(state, buffers, step, config.train.max_skipped)

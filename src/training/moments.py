@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from src.engine.machine.pulse import BACKWARD, FORWARD, READING, pulse
 from src.engine.record.meter import Meter
@@ -38,6 +40,9 @@ class Moments:
     def backward_begins(self) -> None:
         pulse.at(BACKWARD)
 
+    def update_begins(self) -> None:
+        """The gradients are whole."""
+
     def step_ends(self, step: int) -> bool:
         """All of the step has been asked of the device. Returns whether it was the last, because a signal has come."""
         pulse.steps_done += 1
@@ -47,6 +52,10 @@ class Moments:
     def synchronised(self) -> None:
         """The device has done all that was asked of it."""
         self.meter.synchronised()
+
+    def profile(self, folder: Path) -> dict[str, Any] | None:
+        """What parts a step has, where that was measured; see profile.py."""
+        return None
 
     @contextmanager
     def aside(self, phase: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from src.engine.config.cluster import check_cluster
-from src.schema import Config, is_own_class
+from src.schema import Config, TrainConfig, is_own_class
 
 DP_ONLY = ("dim", "loss_in_replica")
 DDP_ONLY = (
@@ -145,6 +145,18 @@ def _time(config: Config) -> None:
         )
     if train.early_stop is not None and train.evaluate_every == 0:
         raise ValueError(f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0")
+    if train.max_steps is not None:
+        check_profile(train, train.max_steps)
+
+
+def check_profile(train: TrainConfig, steps: int) -> None:
+    """Errors: ValueError where a run of so many steps has none left to time after those that are recorded."""
+    if train.untimed_steps is not None and steps <= train.untimed_steps:
+        raise ValueError(
+            f"train.profile_steps={train.profile_steps}: profiling needs steps after the warm-up (10), the profiler's own (1) "
+            f"and the recorded ones, {train.untimed_steps + 1} or more; this run has {steps}: raise train.max_steps or "
+            "train.epochs"
+        )
 
 
 def _schedule(config: Config) -> None:

@@ -40,10 +40,18 @@ class Meter:
     """Times the training steps of one rank; evaluation and saving stand between `pause` and `resume`."""
 
     def __init__(
-        self, images_per_step: int, steps: int, clock: Clock | None = None, window_opens: Callable[[], object] = int
+        self,
+        images_per_step: int,
+        steps: int,
+        clock: Clock | None = None,
+        window_opens: Callable[[], object] = int,
+        untimed: int | None = None,
     ) -> None:
-        """`images_per_step`: over all devices and accumulated batches. `steps`: those to come. `clock`: None on a CPU."""
-        self.images_per_step, self._warm_up = images_per_step, warm_up_steps(steps)
+        """`images_per_step`: over all devices and accumulated batches. `steps`: those to come. `clock`: None on a CPU.
+
+        `untimed`: steps before the window; None: the usual warm-up.
+        """
+        self.images_per_step, self._warm_up = images_per_step, untimed or warm_up_steps(steps)
         self._clock, self._window_opens = clock, window_opens
         self._seconds = array("d")  # of each interval in the window; 12 bytes a step, so that memory stays flat
         self._steps = array("I")

@@ -45,6 +45,9 @@ class Result:
       processors' time that a hypervisor gave to others; `cpu_per_thread` processor seconds per second in which a thread
       was ready to run, of the rank that got least; `halves_ratio` second half over first; `temperature` (Celsius, the
       highest) and `clocks` (`sm_mhz` the lowest, `sm_mhz_max`, `slowed_by`), an entry per GPU.
+    - `profile`, with train.profile_steps: per rank `parts` of a mean step of the window (`data_ms`, `forward_ms`,
+      `backward_ms`, `optimizer_ms`, `other_ms`; dp: also `scatter_ms`, `replicate_ms`, `gather_ms`), `operations` with the
+      most time of their own in the recorded steps before it (`name`, `calls`, `ms` per step), and the `trace`.
     - `flags`: why its figures may be disturbed, a short sentence each.
     """
 
@@ -84,6 +87,7 @@ class Result:
     neighbours: int = 0  # other jobs that ran beside it on this machine; then its speed says little
     started: str | None = None  # ISO time of the command
     commit: str | None = None  # of the code
+    profile: list[dict[str, Any]] = field(default_factory=list)  # with train.profile_steps, an entry per rank
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
     parameters_hash: str | None = None

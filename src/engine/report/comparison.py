@@ -64,6 +64,14 @@ class Point:
         return summarise(run.measure(name) for run in self.runs)
 
     @property
+    def parts(self) -> dict[str, Summary]:
+        """Milliseconds of the parts of a mean step, by name, where runs were profiled."""
+        of_runs = [run.profiled_parts for run in self.runs]
+        names = dict.fromkeys(name for parts in of_runs for name in parts)
+        found = ((name, summarise(parts.get(name) for parts in of_runs)) for name in names)
+        return {name: summary for name, summary in found if summary}
+
+    @property
     def flagged(self) -> int:
         return sum(bool(run.flags) for run in self.runs)
 

@@ -111,6 +111,13 @@ class Run:
         return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
 
     @property
+    def profiled_parts(self) -> dict[str, float]:
+        """Milliseconds of the parts of rank 0's mean step by name, where `train.profile_steps` split it; else empty."""
+        own = next((entry for entry in self._list("profile", dict) if entry.get("rank") == 0), {})
+        parts = own.get("parts") if isinstance(own.get("parts"), dict) else {}
+        return {name.removesuffix("_ms"): ms for name, value in parts.items() if (ms := finite(value)) is not None}
+
+    @property
     def accuracy(self) -> float | None:
         """None unless it was trained to its end: after the few steps of a benchmark it says nothing."""
         trained = bool(self.config) and self.config.get("train.max_steps") is None

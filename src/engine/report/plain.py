@@ -104,6 +104,7 @@ def _plain_point(group: Group, point: Point) -> dict[str, Any]:
         "efficiency": group.efficiency(point),
         **{name: _fields(point.measure(name)) for name in MEASURES},
         "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
+        "parts_ms": {name: _fields(part) for name, part in point.parts.items()},
     }
 
 

@@ -87,6 +87,23 @@ def contrasts_table(group: Group) -> Table:
     return Table(columns, rows, "What is held against what")
 
 
+def parts_table(group: Group) -> Table:
+    """What a step is made of, at the points that were profiled; no rows where none was."""
+    names = list(dict.fromkeys(name for point in group.points for name in point.parts))
+    rows = [
+        [
+            Cell(point.label + " *" * point.stand_in),
+            *(_summary(parts.get(name), middle=True) for name in names),
+            _number(figure(sum(part.median for part in parts.values()))),
+        ]
+        for point in group.points
+        if (parts := point.parts)
+    ]
+    return Table(
+        ["point", *names, "sum"], rows, "Where a step's time goes (train.profile_steps): ms of rank 0, medians"
+    )
+
+
 def settings_tables(runs: Sequence[Run]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
     environments: dict[str, dict[str, Any]] = {}
