@@ -113,8 +113,10 @@ class Run:
     @property
     def profiled_parts(self) -> dict[str, float]:
         """Milliseconds of the parts of rank 0's mean step by name, where `train.profile_steps` split it; else empty."""
-        own = next((entry for entry in self._list("profile", dict) if entry.get("rank") == 0), {})
-        parts = own.get("parts") if isinstance(own.get("parts"), dict) else {}
+        own: dict[str, Any] = next((entry for entry in self._list("profile", dict) if entry.get("rank") == 0), {})
+        parts = own.get("parts")
+        if not isinstance(parts, dict):
+            return {}
         return {name.removesuffix("_ms"): ms for name, value in parts.items() if (ms := finite(value)) is not None}
 
     @property
