@@ -1,0 +1,155 @@
+"""Damaged images end a run by name, or are skipped the same under every strategy, and counted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Train, in_ranks, resolved
+from PIL import Image
+
+from src.data.images import UnreadableImageError
+from src.data.loader import Reader
+from src.data.sampling import Request
+from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_metrics, read_result
+from src.run.lifecycle import Training
+
+
+def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:
+    """24 training and 10 validation images of two classes; damaged: four and two of them. Returns (root, a damaged file)."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for label, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 90, (16, 16, 3), dtype=np.uint8)
+                pixels[..., label] += 120
+                path = root / split / name / f"{number:02}.{'png' if number % 2 else 'jpg'}"
+                Image.fromarray(pixels).save(path)
+                if damaged and number in ((3, 4) if split == "train" else (4,)):
+                    path.write_bytes(path.read_bytes()[:80])
+    return root, root / "train" / "cat" / "03.png"
+
+
+SETTINGS = (
+    "data=folder",
+    "model=tiny",
+    "print_config=false",
+    "data.image_size=16",
+    "data.batch_size=8",
+    "train.epochs=2",
+    "train.log_every=1",
+    "optim=sgd",
+    "optim.lr=0.01",
+    "optim.warmup_epochs=0",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+    "data.on_error=skip",
+)
+
+
+def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    run = Training(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
+    run.train()
+    run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path) -> None:
+    root, _ = image_folder(tmp_path / "images", damaged=True)
+    spreads = {
+        "single": ("parallel=single", "data.workers=0"),
+        "single_workers": ("parallel=single", "data.workers=2"),
+        "dp": ("parallel=dp", "parallel.devices=2", "data.workers=0"),
+        "ddp": ("parallel=ddp", "parallel.devices=2", "data.workers=0"),
+        "ddp_workers": ("parallel=ddp", "parallel.devices=2", "data.workers=2"),
+    }
+    seen = {}
+    for name, words in spreads.items():
+        (tmp_path / name).mkdir()
+        in_ranks(train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), words)
+        result = read_result(tmp_path / name)
+        losses = [
+            line["train/loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in line
+        ]
+        seen[name] = losses
+        assert result.skipped == {"train": 4, "val": 2}, name
+        assert result.val["samples"] == 8, name
+        assert result.samples_seen == 48
+    for name, losses in seen.items():
+        assert np.allclose(losses, seen["single"], atol=1e-5), name
+
+
+def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index in (1, 4, 5):
+                raise UnreadableImageError(f"{index}")
+            return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
+
+    training, evaluation = (Reader(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
+    _, labels, unreadable = training.read(Request(0, np.arange(6)))
+    assert labels.tolist() == [0, 20, 20, 30, 0, 0]
+    assert sorted(set(unreadable)) == [1, 4, 5]
+    images, labels, unreadable = evaluation.read(Request(0, np.arange(6)))
+    assert labels.tolist() == [0, 20, 30] and len(images) == 3
+    assert unreadable == [1, 4, 5]
+    _, labels, unreadable = evaluation.read(Request(0, np.array([4, 5])))
+    assert len(labels) == 0 and unreadable == [4, 5]
+
+
+def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise UnreadableImageError("damaged")
+
+    with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 unreadable images in a row"):
+        Reader(Split(), 99, None, 0, "skip", 1000).read(Request(0, np.array([7])))
+
+
+def test_a_mistake_in_the_code_is_never_skipped() -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        Reader(Split(), 99, None, 0, "skip", 3).read(Request(0, np.array([0])))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_by_default_the_run_ends_with_the_name_of_the_file(train: Train, workers: int) -> None:
+    root, _ = image_folder(train.base / "images", damaged=True)
+    words = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        f"data.workers={workers}",
+        "data.on_error=raise",
+        f"data.root={root}",
+    )
+    done = train("data=folder", "data.image_size=16", "data.batch_size=8", "data.limit_train=null", *words)
+    assert done.returncode == 1, done.output
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("Failed: rank") and "not a readable image" in lines[0] and f"{root}{os.sep}" in lines[0]
+    assert train.left_after(2) == []
