@@ -296,7 +296,7 @@ class ResolvedConfig(Config):
 
 
 def as_resolved(config: Config) -> ResolvedConfig:
-    """`config` by the type that says so. Errors: ValueError where `auto` is left in it."""
+    """`config` by the type that has no `auto` left in it."""
     parallel = config.parallel
     numbers = {key: getattr(parallel, key) for key in ("devices", "threads_per_device")}
     for key, value in numbers.items():

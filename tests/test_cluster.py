@@ -14,8 +14,9 @@ import yaml
 from cluster_page import JOB_WITH_GPUS
 
 import train
-from src.engine.config.cluster import check_cluster, gpus_of_gres
+from src.engine.config.cluster import cluster_rules, gpus_of_gres
 from src.engine.config.compose import read_frozen
+from src.engine.config.rules import refuse
 from src.engine.launch import slurm
 from src.engine.launch.kubernetes import _bytes, _seconds, write_manifest
 from src.engine.machine import hardware
@@ -123,7 +124,7 @@ POD = {"image": "x", "claim": "y"}
 REFUSED = [
     (job("local", nodes=2, strategy="dp"), "parallel=dp: one process, which cannot span the nodes"),
     (job(nodes=2, strategy="single"), "parallel=single: one process"),
-    (job(nodes=2, devices=3), "parallel.devices=3: counts the devices of all nodes"),
+    (job(nodes=2, devices=3), "parallel.devices=3: of all nodes together"),
     (job(nodes=2, gpus=4, devices=4), "have 8; leave it at auto"),
     (job(nodes=2, cpus=2, devices=2, threads_per_device=4), "parallel.threads_per_device=4: .* cluster.cpus=2"),
     (job(accelerator="cuda"), "the nodes have no GPU; set cluster.gpus"),
@@ -137,14 +138,14 @@ REFUSED = [
     (job(account="a\nb"), "cluster.account='a.*nb': must be one line"),
     (job(extra=["rm x"]), "cluster.extra='rm x': give lines that begin with #SBATCH"),
     (job(extra=["#SBATCH -x\nrm x"]), "give lines that begin with #SBATCH"),
-    (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm starts"),
+    (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm restarts"),
 ]
 
 
 @pytest.mark.parametrize(("config", "said"), REFUSED)
 def test_what_cannot_be_a_job_is_refused(config: Config, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_cluster(config)
+        refuse(cluster_rules(config))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import train
 from src.engine.config.compose import compose_command, freeze, read_frozen
-from src.engine.config.keys import is_known
+from src.engine.config.names import is_known
 from src.engine.config.resolve import resolve
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice

@@ -135,7 +135,7 @@ class FolderSplit:
 
 
 def build_images(config: DataConfig) -> Images:
-    """The dataset of `data.name`. Errors: ValueError when `data.kwargs` do not fit its constructor."""
+    """The dataset of `data.name`."""
     own = {"digits": Digits, "synthetic": Synthetic, "folder": Folder}
     if config.name in own:
         kind: Any = own[config.name]

@@ -33,7 +33,7 @@ def image_files(folder: Path) -> Iterator[Path]:
 
 
 def check_data(data: DataConfig) -> None:
-    """Look at what is on disk before anything starts. Errors: ValueError naming the folder and what is missing."""
+    """Look at what is on disk before anything starts."""
     if data.name == "folder":
         if data.root is None:
             raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
@@ -51,10 +51,7 @@ def training_size(data: DataConfig) -> int | None:
 
 
 def check_folder_root(root: Path) -> None:
-    """Refuse what cannot be a classification folder. Looks at one file per class, so it is quick on large sets.
-
-    Errors: ValueError naming the folder and what is missing.
-    """
+    """Refuse what cannot be a classification folder. Looks at one file per class, so it is quick on large sets."""
     for split in ("train", "val"):
         folder = root / split
         if not folder.is_dir():

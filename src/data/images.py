@@ -20,9 +20,8 @@ class UnreadableImageError(ValueError):
 def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
     """The image as uint8 [3, H, W], or [1, H, W] with mode L, upright as its EXIF says.
 
-    Transparency is ignored, as torchvision's ImageFolder does.
-
-    Errors: UnreadableImageError naming (as `name`) what is no image, or only a part of one.
+    Transparency is ignored, as torchvision's ImageFolder does. What is no image, or only a part of one, raises
+    UnreadableImageError with its `name`.
     """
     if encoded.startswith(JPEG):
         from torchvision.io import ImageReadMode, decode_jpeg
@@ -44,7 +43,7 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Tensor:
-    """As `decode`. Errors: UnreadableImageError for a file that cannot be opened, too."""
+    """As `decode`; raises UnreadableImageError for a file that cannot be opened, too."""
     try:
         if not path.is_file() and path.exists():  # to read from a pipe may take for ever
             raise UnreadableImageError(f"{path}: not a file; remove it")

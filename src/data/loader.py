@@ -103,7 +103,7 @@ class Reader:
         return image, label
 
     def _readable(self, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
-        """The sample, or its substitute: the same one whatever rank or worker asks. Errors: ValueError for too many."""
+        """The sample, or its substitute: the same one whatever rank or worker asks."""
         for offset in range(MOST_IN_A_ROW):
             tried = index if offset == 0 else (index + offset) % self.substitutes
             try:
@@ -215,7 +215,7 @@ def train_requests(
 
 
 def evaluation_requests(split: Split, batch_size: int, rank: int, world_size: int) -> EvaluationRequests:
-    """`batch_size` is the global one. Errors: ValueError for an empty split."""
+    """`batch_size` is the global one."""
     if len(split) == 0:
         raise ValueError("the evaluation split is empty: no image to evaluate on")
     return EvaluationRequests(len(split), max(1, batch_size // world_size), rank, world_size)

@@ -33,7 +33,7 @@ class EpochShard(DistributedSampler[Any]):
     def __init__(
         self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int, copies: int = 1
     ) -> None:
-        """`batch_size` is the global one. Errors: ValueError when there are fewer samples than that."""
+        """`batch_size` is the global one."""
         if num_samples < batch_size:
             raise ValueError(
                 f"data.batch_size={batch_size}: larger than the training split ({num_samples} images); use at most that"

@@ -64,10 +64,7 @@ class TarSplit:
 
 
 def find_tars(root: Path, split: str) -> list[Path]:
-    """`<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern such as `train-{0000..0146}.tar`.
-
-    Errors: ValueError when there is none, or one of a pattern's is missing.
-    """
+    """`<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern such as `train-{0000..0146}.tar`."""
     if re.search(r"[*{]", split):
         found = [path for pattern in _expand_braces(split) for path in sorted(root.glob(pattern)) or [root / pattern]]
         missing = [path for path in found if not path.is_file()]
@@ -85,7 +82,7 @@ def find_tars(root: Path, split: str) -> list[Path]:
 
 
 def read_index(tars: list[Path], webdataset: bool) -> Members:
-    """Read the headers of all members. Errors: ValueError for a file that is no uncompressed tar, or holds no image."""
+    """Read the headers of all members; the tars must be uncompressed."""
     members = Members(tars)
     for number, path in enumerate(tars):
         try:

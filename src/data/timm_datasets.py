@@ -29,10 +29,7 @@ class TimmImages:
         input_key: str = "image",
         target_key: str = "label",
     ) -> None:
-        """timm's names. The keys name the columns of a Hugging Face dataset.
-
-        Errors: ValueError when the data, or the package that reads it, is not here.
-        """
+        """timm's names. The keys name the columns of a Hugging Face dataset."""
         kind, _, _ = config.name.partition("/")
         splits = {"train": train_split, "val": val_split, "test": test_split}
         wanted = {name: split for name, split in splits.items() if split is not None}
@@ -102,7 +99,7 @@ class HubSplit:
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:
-    """One split by timm's factory. Errors: ValueError with what to do when it is not here."""
+    """One split by timm's factory."""
     from timm.data import create_dataset
 
     try:

@@ -27,10 +27,7 @@ from src.schema import DataConfig, EmaConfig, ModelConfig
 def build_model(
     config: ModelConfig, classes: int, in_chans: int, image_size: int | None, device: torch.device
 ) -> nn.Module:
-    """The model of a config on `device`; `classes`, channels and image size are those of the data.
-
-    Errors: ValueError when timm, or the class, does not take the arguments, and for weights that cannot be had.
-    """
+    """The model of a config on `device`; `classes`, channels and image size are those of the data."""
     if config.num_classes is not None and config.num_classes < classes:
         raise ValueError(f"model.num_classes={config.num_classes}: the data has {classes} classes; use at least that")
     if config.in_chans not in (None, in_chans):
@@ -103,10 +100,7 @@ def _checkpoint_gradients(model: Any, name: str) -> None:
 
 
 def check_image_size(model: nn.Module, preprocessing: Preprocessing, num_classes: int, device: torch.device) -> None:
-    """Show `model` one black image, in evaluation. Errors: ValueError when it refuses the size, or answers otherwise.
-
-    A model that reads its whole batch is asked as it will be in evaluation.
-    """
+    """Show `model` one black image, in evaluation mode, and refuse a size that it does not take."""
     image = torch.zeros(1, *preprocessing.input_size, device=device)
     height, width = image.shape[-2:]
     was_training = model.training

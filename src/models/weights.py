@@ -17,8 +17,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load what fits `model` by name and shape, and log what does not: a new head keeps its fresh weights.
 
     The file is .safetensors, or a checkpoint of this project, of timm or a bare state dict, read with `weights_only`;
-    of timm's two sets of weights it is the averaged one. Errors: ValueError for a file that cannot be read so, or that
-    holds weights of another architecture (less than half of the model's tensors fit).
+    of timm's two sets of weights it is the averaged one. Refused where less than half of the model's tensors fit.
     """
     found = _read(path)
     own = model.state_dict()

@@ -14,7 +14,8 @@ from src.data.augment import Preprocessing, evaluation_transform, train_transfor
 from src.data.datasets import Images, InMemory, build_images
 from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
-from src.engine.config.combinations import check_profile
+from src.engine.config.combinations import profile_rules
+from src.engine.config.rules import refuse
 from src.engine.record.meter import Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
 from src.parallel.clock import DeviceClock
@@ -55,7 +56,7 @@ class Run:
 
 
 def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Run:
-    """Build the parts of a run. Errors: ValueError for arguments that data, model or optimizer refuse."""
+    """Build the parts of a run."""
     images, preprocessing, model, evaluation = build_evaluation(config, strategy, local_world_size)
     train = _build_train(config, images, preprocessing, strategy, local_world_size)
     steps_per_epoch = train.batches_per_epoch // config.train.accumulate
@@ -65,7 +66,7 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         )
     check_metric(config.checkpoint.metric, len(images.class_names))
     total_steps = min(config.train.epochs * steps_per_epoch, config.train.max_steps or sys.maxsize)
-    check_profile(config.train, total_steps)
+    refuse(profile_rules(config.train, total_steps))
     num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
     state = _build_state(config, model, strategy, autocast, steps_per_epoch)
     return Run(

@@ -32,8 +32,6 @@ def evaluate_config(
 
     `config` is resolved. With `folder` the weights are those of that run's checkpoint: `wanted` is best, last or a file;
     None: what result.json names. Without, they are the model's own.
-
-    Errors: ValueError for a folder without a good checkpoint, classes that are not the model's, or no such split.
     """
     if config.train.deterministic:
         use_deterministic_algorithms()

@@ -84,7 +84,7 @@ class Plan:
 def plan(overrides: list[str], counts: list[int]) -> list[Plan]:
     """One plan per device count, of a command line without `parallel.devices`.
 
-    Errors: ValueError when the config can never be right; a count that it does not go with is a row with its reason.
+    A count that the config does not go with is a row with its reason.
     """
     words = argparse.Namespace(overrides=overrides, config_name=None, config_path=None, config_dir=None, multirun=False)
     config = compose_command(words).config

@@ -40,7 +40,7 @@ class Proof:
 def prove_start(run: Run) -> Proof:
     """Measure the world size and that all ranks hold the same parameters.
 
-    Errors: RuntimeError when they do not; training on would give each rank a model of its own.
+    Raises RuntimeError when they do not; training on would give each rank a model of its own.
     """
     digest, equal = run.strategy.parameters_hash(run.state.model)
     if not equal:
@@ -88,7 +88,7 @@ def _facts(run: Run, folder: Path) -> dict[str, str]:
 
 
 def make_result(run: Run, folder: Path, proof: Proof) -> Result:
-    """The result of a finished run; collective. Errors: RuntimeError when the ranks have drifted apart."""
+    """The result of a finished run. Collective; raises RuntimeError when the ranks have drifted apart."""
     config, strategy, step, meter = run.config, run.strategy, run.state.progress.step, run.moments.meter
     digest, equal = strategy.parameters_hash(run.state.model)
     if not equal:

@@ -21,8 +21,8 @@ SAME = 1e-4  # largest difference of outputs that is rounding: a traced program 
 def export_safetensors(trained: Trained, folder: Path) -> list[str]:
     """Write `model.safetensors` and `config.json` (arguments, class names, data config), as on the Hugging Face hub.
 
-    Returns what loads them, as lines of Python. Errors: RuntimeError when timm, given what was written, does not give
-    the checkpoint's outputs.
+    Returns what loads them, as lines of Python. Raises RuntimeError when timm, given what was written, does not give the
+    checkpoint's outputs.
     """
     path, name = folder / "model.safetensors", trained.config.model.name
     if name.startswith("src."):
@@ -50,7 +50,7 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
 def export_program(trained: Trained, folder: Path) -> list[str]:
     """Write `model.pt2`, a torch.export program for batches of any size. Returns what loads it, as a line of Python.
 
-    Errors: ValueError where torch cannot trace the model, RuntimeError when the program gives other outputs.
+    Raises RuntimeError when the program gives other outputs.
     """
     path = folder / "model.pt2"
     images = _example(trained, 2)

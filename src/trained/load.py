@@ -31,10 +31,7 @@ class Trained:
 
 def load_trained(folder: Path, wanted: str | None, weights: str | None, device: torch.device) -> Trained:
     """`wanted` is best, last or a file (None: what result.json names), `weights` model or ema (None: those that
-    checkpoint.metric judged).
-
-    Errors: ValueError for a folder that is no run folder, or whose checkpoint is damaged or of another model.
-    """
+    checkpoint.metric judged)."""
     config = read_frozen(folder)
     path = find_checkpoint(folder, wanted)
     contents = checkpoint.load(path)

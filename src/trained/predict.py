@@ -53,10 +53,7 @@ class Prediction:
 
 
 def predict(wanted: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
-    """The predictions for all files, on every rank; each reads every world_size-th of them.
-
-    Errors: ValueError where there are no images, or no model to ask.
-    """
+    """The predictions for all files, on every rank; each reads every world_size-th of them."""
     paths = find_images(wanted.images)
     strategy = build_strategy(_resolved(wanted, ranks), ranks, store)
     trained = load_trained(wanted.run, wanted.checkpoint, wanted.weights, strategy.device)
@@ -86,7 +83,7 @@ def _resolved(wanted: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
 
 
 def find_images(images: Path) -> list[Path]:
-    """The files, in a fixed order. Errors: ValueError where there are none."""
+    """The files, in a fixed order."""
     found = [images] if images.is_file() else list(image_files(images)) if images.is_dir() else []
     if not found:
         raise ValueError(

@@ -38,7 +38,7 @@ FORMAT = 1
 def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
     """Write `step_N.pt`, and make it `last.pt` (and `best.pt`). Returns the path of last.pt.
 
-    Errors: OSError naming the folder when the disk is full; earlier checkpoints stay as they were.
+    Raises OSError when the disk is full; earlier checkpoints stay as they were.
     """
     newest = folder / f"step_{step}.pt"
     try:
@@ -65,7 +65,7 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The contents, in the host's memory: a GPU would hold them twice. Errors: ValueError in one line with file and reason."""
+    """The contents, in the host's memory: a GPU would hold them twice."""
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
@@ -86,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _check_sum(path: Path) -> None:
-    """Errors: ValueError. A checkpoint that somebody has copied elsewhere, without sidecars, has torch's own checksums."""
+    """Compare with the sidecars; a checkpoint that was copied elsewhere without them has torch's own checksums."""
     known = set()
     for sidecar in path.parent.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged sidecar vouches for nothing
@@ -102,10 +102,7 @@ def _check_sum(path: Path) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest good checkpoint of a run folder, None where it has none. A damaged one is said and passed over.
-
-    Errors: ValueError when there are checkpoints, but none is good.
-    """
+    """The newest good checkpoint of a run folder, None where it has none. Damaged ones are logged and passed over."""
     checkpoints = folder / "checkpoints"
     steps = sorted(checkpoints.glob("step_*.pt"), key=_step_of, reverse=True)
     complaints = []
@@ -155,7 +152,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
-    """Put a snapshot back. Errors: ValueError when it is of another model or optimizer."""
+    """Put a snapshot back."""
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
@@ -185,7 +182,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, strategy: Single, conte
 
 
 def restore_weights(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
-    """The model's, and the averaged ones where there are. Errors: ValueError when they are of another architecture."""
+    """The model's, and the averaged ones where there are."""
     pairs = [(state.model, "model")]
     if state.ema is not None and contents["ema"] is not None:
         pairs.append((state.ema.module, "ema"))
@@ -196,7 +193,7 @@ def restore_weights(state: TrainState, strategy: Single, contents: dict[str, Any
 
 
 def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load weights, `model` or `ema`, into a model. Errors: ValueError when they are not there, or of another architecture."""
+    """Load weights, `model` or `ema`, into a model."""
     if contents.get(which) is None:
         raise ValueError(f"weights={which}: the checkpoint has no averaged weights; the run had no model.ema.decay")
     try:
@@ -242,7 +239,7 @@ def _step_of(path: Path) -> int:
 
 
 def find_checkpoint(folder: Path, wanted: str | None) -> Path:
-    """The file of a run's checkpoint. Errors: ValueError where there is none."""
+    """The file of a run's checkpoint: best, last, a path, or None for the one that its result names."""
     if wanted in ("best", "last"):
         return folder / "checkpoints" / f"{wanted}.pt"
     if wanted is not None:

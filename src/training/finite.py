@@ -32,10 +32,7 @@ class LossWindow:
         self._losses.append(loss)
 
     def fetch(self, strategy: Single) -> list[float]:
-        """The losses, each the mean over the ranks, and an empty window. Collective.
-
-        Errors: NotFiniteError with the first bad step.
-        """
+        """The losses, each the mean over the ranks, and an empty window. Collective. Raises NotFiniteError."""
         if not self._losses:
             return []
         own = torch.stack(self._losses)
@@ -60,10 +57,7 @@ class Buffers:
 
 
 def check_finite(states: Iterable[dict[str, Tensor] | None], strategy: Single, step: int) -> None:
-    """Refuse weights or buffers that are not finite on any rank, before they are saved. Collective.
-
-    Errors: NotFiniteError.
-    """
+    """Before weights and buffers are saved: raise NotFiniteError if they are not finite on any rank. Collective."""
     tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
     if strategy.sum(bad.to(torch.int64)).item():

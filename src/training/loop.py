@@ -47,7 +47,7 @@ def train_epoch(
 ) -> Iterator[StepReport]:
     """Train to the end of the epoch (or max_steps, or a stop signal), yielding at each boundary. `state` moves along.
 
-    Errors: NotFiniteError, on all ranks at the same boundary.
+    Raises NotFiniteError, on all ranks at the same boundary.
     """
     progress, window = state.progress, LossWindow()
     last_step = config.train.max_steps or math.inf
@@ -140,7 +140,7 @@ def _is_bad(state: TrainState, grad_norm: Tensor | None, loss: Tensor, strategy:
 
 
 def _skip(state: TrainState, buffers: Buffers, step: int, max_skipped: int) -> None:
-    """Leave the weights as they are. Errors: NotFiniteError after more than `train.max_skipped` such steps."""
+    """Leave the weights as they are. Raises NotFiniteError after more than `train.max_skipped` such steps."""
     progress = state.progress
     buffers.restore()
     state.optimizer.zero_grad(set_to_none=True)

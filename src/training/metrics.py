@@ -66,7 +66,7 @@ def is_lower_better(name: str) -> bool:
 
 
 def check_metric(metric: str, num_classes: int) -> None:
-    """Errors: ValueError where `checkpoint.metric` has no value in data of so many classes, as acc5 of five."""
+    """Refuse a `checkpoint.metric` that has no value in data of so many classes, as acc5 of five."""
     correct5 = num_classes if num_classes > 5 else None
     one_each = Evaluation(num_classes, num_classes, correct5, 0.0, torch.eye(num_classes, dtype=torch.int64))
     if one_each.numbers()[metric.removeprefix("val/").removesuffix("_ema")] is None:
@@ -95,7 +95,7 @@ def evaluate(
     without smoothing. Returns None, on all ranks, when `should_stop` said so on any of them: breaking off alone would
     leave the others waiting in the sums.
 
-    Errors: AssertionError when a sample was missed or counted twice, ValueError when none could be read.
+    Raises AssertionError when a sample was missed or counted twice.
     """
     model.eval()
     device = strategy.device

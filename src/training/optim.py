@@ -15,10 +15,7 @@ from src.schema import OptimConfig, TrainConfig
 
 
 def build_optimizer(config: OptimConfig, lr: float, model: nn.Module) -> torch.optim.Optimizer:
-    """`lr` is the one after optim.lr_rule. No decay on norms and biases, as timm does.
-
-    Errors: ValueError for an argument that this optimizer does not take, or a package or device that it lacks here.
-    """
+    """`lr` is the one after optim.lr_rule. No decay on norms and biases, as timm does."""
     kwargs = dict(config.kwargs)
     try:
         kind = get_optimizer_class(config.opt, bind_defaults=False)
@@ -46,10 +43,7 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module) -> torch.o
 def build_schedule(
     config: OptimConfig, train: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> Scheduler | None:
-    """A schedule whose warm-up, decay (all cycles of it) and cool-down together are `train.epochs` long.
-
-    Errors: ValueError for an argument that timm's schedules do not take.
-    """
+    """A schedule whose warm-up, decay (all cycles of it) and cool-down together are `train.epochs` long."""
     if config.sched == "none":
         return None
     arguments: dict[str, Any] = dict(config.sched_kwargs)

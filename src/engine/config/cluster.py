@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ TIME = r"(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+"
 DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"  # what Kubernetes allows as a name
 
 
-def check_cluster(config: Config) -> None:
-    """Errors: ValueError, one line with key, value and remedy."""
+def cluster_rules(config: Config) -> Iterator[str]:
+    """A line for each key that does not fit the scheduler."""
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.strategy in ("single", "dp"):
-        raise ValueError(
+        yield (
             f"parallel={parallel.strategy}: one process, which cannot span the nodes of cluster.nodes={cluster.nodes}; "
             "use parallel=ddp"
         )
@@ -33,67 +34,55 @@ def check_cluster(config: Config) -> None:
     for owner, keys in OF.items():
         for key in keys:
             if owner != cluster.scheduler and getattr(cluster, key) != getattr(plain, key):
-                raise ValueError(
-                    f"cluster.{key}={getattr(cluster, key)}: an option of {owner}, but cluster={cluster.scheduler}"
-                )
-    _check_texts(cluster)
-    _check_sizes(config)
+                yield f"cluster.{key}={getattr(cluster, key)}: an option of {owner}, but cluster={cluster.scheduler}"
+    yield from _texts(cluster)
+    yield from _sizes(config)
     if parallel.max_restarts:
-        raise ValueError(
-            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} starts a failed run again; leave it at 0"
-        )
+        yield f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} restarts a failed run itself; use 0"
     if cluster.scheduler == "kubernetes":
         for key in ("image", "claim"):
             if getattr(cluster, key) is None:
-                raise ValueError(f"cluster.{key}: must be given with cluster=kubernetes")
+                yield f"cluster.{key}: must be given with cluster=kubernetes"
 
 
-def _check_texts(cluster: ClusterConfig) -> None:
+def _texts(cluster: ClusterConfig) -> Iterator[str]:
     for key in ("memory", "time", "partition", "account", "gres", "image", "namespace", "claim"):
         value = getattr(cluster, key)
         if value is not None and (not value or not value.isprintable()):
-            raise ValueError(f"cluster.{key}={value!r}: must be one line of text")
+            yield f"cluster.{key}={value!r}: must be one line of text"
     if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
-        raise ValueError(f"cluster.time={cluster.time}: give hh:mm:ss or d-hh:mm:ss, in a file within quotes")
+        yield f"cluster.time={cluster.time}: give hh:mm:ss or d-hh:mm:ss, in a file within quotes"
     if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
-        raise ValueError(f"cluster.memory={cluster.memory}: give a number and K, M, G or T, e.g. 64G")
+        yield f"cluster.memory={cluster.memory}: give a number and K, M, G or T, e.g. 64G"
     for key in ("namespace", "claim"):
         value = getattr(cluster, key)
         if value is not None and not re.fullmatch(DNS_NAME, value):
-            raise ValueError(f"cluster.{key}={value}: Kubernetes has names of lower-case letters, digits and dashes")
+            yield f"cluster.{key}={value}: Kubernetes has names of lower-case letters, digits and dashes"
     for line in cluster.extra:
         if not line.startswith("#SBATCH ") or not line.isprintable():
-            raise ValueError(
-                f"cluster.extra={line!r}: give lines that begin with #SBATCH; commands belong in cluster.setup"
-            )
+            yield f"cluster.extra={line!r}: give lines that begin with #SBATCH; commands belong in cluster.setup"
     if cluster.gpus and gpus_of_gres(cluster):
-        raise ValueError(
-            f"cluster.gres={cluster.gres}: asks for GPUs as cluster.gpus={cluster.gpus} does; set one of them"
-        )
+        yield f"cluster.gres={cluster.gres}: asks for GPUs as cluster.gpus={cluster.gpus} does; set one of them"
 
 
-def _check_sizes(config: Config) -> None:
+def _sizes(config: Config) -> Iterator[str]:
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator in ("cuda", "mps") and not gpus:
-        raise ValueError(
-            f"parallel.accelerator={parallel.accelerator}: the nodes have no GPU; set cluster.gpus (per node)"
-        )
+        yield f"parallel.accelerator={parallel.accelerator}: the nodes have no GPU; set cluster.gpus (per node)"
     if parallel.devices == "auto":
         return
     devices = int(parallel.devices)
     if devices % cluster.nodes:
-        raise ValueError(
-            f"parallel.devices={devices}: counts the devices of all nodes, and does not divide by cluster.nodes={cluster.nodes}"
-        )
+        yield f"parallel.devices={devices}: of all nodes together, and does not divide by cluster.nodes={cluster.nodes}"
     if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
-        raise ValueError(
+        yield (
             f"parallel.devices={devices}: cluster.nodes={cluster.nodes} with {gpus} GPU(s) each have {cluster.nodes * gpus}; "
             "leave it at auto"
         )
     threads = parallel.threads_per_device
     if threads != "auto" and cluster.cpus is not None and int(threads) * devices // cluster.nodes > cluster.cpus:
-        raise ValueError(
+        yield (
             f"parallel.threads_per_device={threads}: {devices // cluster.nodes} device(s) per node need more than "
             f"cluster.cpus={cluster.cpus}"
         )
@@ -125,7 +114,7 @@ def fill_in(config: Config) -> None:
 def check_code(config: Config, overrides: list[str], local: Path) -> None:
     """`cluster.setup` and `cluster.extra` from the words of this command or from `local` (conf/local/default.yaml) alone.
 
-    Errors: ValueError, where they come from another file: a shell runs them.
+    A shell runs them, so from any other file they are refused.
     """
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     here: Any = OmegaConf.load(local) if local.is_file() else OmegaConf.create()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from src.engine.config.cluster import check_cluster
+from src.engine.config.cluster import cluster_rules
+from src.engine.config.rules import refuse
 from src.schema import Config, TrainConfig, is_own_class
 
 DP_ONLY = ("dim", "loss_in_replica")
@@ -31,8 +33,6 @@ SCHEDULE_KEYS = (  # arguments of timm's create_scheduler_v2 that have keys of t
     "step_on_epochs",
     "updates_per_epoch",
 )
-
-
 SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read it
     **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
     "k_decay": ("cosine", "poly"),
@@ -42,145 +42,133 @@ SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read
 
 
 def check_combination(config: Config) -> None:
-    """Errors: ValueError, one line with key, value and remedy."""
-    for rule in (check_cluster, _batch, _images, _weights, _strategy, _time, _schedule):
-        rule(config)
+    """Refuse what cannot work together."""
+    rules = (cluster_rules, _batch, _images, _weights, _strategy, _time, _schedule)
+    refuse(*(rule(config) for rule in rules))
 
 
-def _batch(config: Config) -> None:
+def _batch(config: Config) -> Iterator[str]:
     data = config.data
     if data.batch_size is not None and data.batch_size_per_device is not None:
-        raise ValueError(
+        yield (
             f"data.batch_size={data.batch_size} and data.batch_size_per_device={data.batch_size_per_device}: "
             "set one of them (the other to null)"
         )
 
 
-def _images(config: Config) -> None:
+def _images(config: Config) -> Iterator[str]:
     data, augment = config.data, config.data.augment
     for key, pair in (("scale", augment.scale), ("ratio", augment.ratio)):
         if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
-            raise ValueError(f"data.augment.{key}={pair}: give two numbers, [smallest, largest], above 0")
+            yield f"data.augment.{key}={pair}: give two numbers, [smallest, largest], above 0"
     if augment.ratio is not None and augment.scale is None:
-        raise ValueError(f"data.augment.ratio={augment.ratio}: has no effect without data.augment.scale")
+        yield f"data.augment.ratio={augment.ratio}: has no effect without data.augment.scale"
     if augment.crop_padding and augment.scale is not None:
-        raise ValueError(f"data.augment.crop_padding={augment.crop_padding}: data.augment.scale crops already; set one")
+        yield f"data.augment.crop_padding={augment.crop_padding}: data.augment.scale crops already; set one"
     if data.eval_image_size is not None and data.name in ("digits", "synthetic"):
-        raise ValueError(f"data.eval_image_size={data.eval_image_size}: the images of {data.name} have one size")
+        yield f"data.eval_image_size={data.eval_image_size}: the images of {data.name} have one size"
     for key, values in (("mean", data.mean), ("std", data.std)):
         if values is not None and not all(0 <= value <= 1 for value in values):
-            raise ValueError(f"data.{key}={values}: of images in 0..1; give one number per channel")
+            yield f"data.{key}={values}: of images in 0..1; give one number per channel"
     if data.std is not None and 0 in data.std:
-        raise ValueError(f"data.std={data.std}: must be above 0")
+        yield f"data.std={data.std}: must be above 0"
     if (data.mean is None) != (data.std is None):
-        raise ValueError("data.mean and data.std: set both or neither")
+        yield "data.mean and data.std: set both or neither"
 
 
-def _weights(config: Config) -> None:
+def _weights(config: Config) -> Iterator[str]:
     model = config.model
     if model.weights is not None and model.pretrained:
-        raise ValueError(f"model.weights={model.weights}: model.pretrained=true loads other ones; set one of them")
+        yield f"model.weights={model.weights}: model.pretrained=true loads other ones; set one of them"
     here = config.cluster.scheduler == "local"  # on a cluster, the job looks
     if model.weights is not None and here and not Path(model.weights).is_file():
-        raise ValueError(f"model.weights={model.weights}: no such file")
+        yield f"model.weights={model.weights}: no such file"
     for key, metric in (("checkpoint.metric", config.checkpoint.metric), ("optimized_metric", config.optimized_metric)):
         if metric.endswith("_ema") and model.ema.decay is None:
-            raise ValueError(f"{key}={metric}: there are no averaged weights; set model.ema.decay, e.g. 0.9998")
+            yield f"{key}={metric}: there are no averaged weights; set model.ema.decay, e.g. 0.9998"
     if config.train.bce_target_thresh is not None and config.train.loss != "bce":
-        raise ValueError(
-            f"train.bce_target_thresh={config.train.bce_target_thresh}: has an effect with train.loss=bce only"
-        )
+        yield f"train.bce_target_thresh={config.train.bce_target_thresh}: has an effect with train.loss=bce only"
     if model.pretrained and is_own_class(model.name):
-        raise ValueError(f"model.pretrained=true: {model.name} is not timm's; give a file: model.weights=<file>")
+        yield f"model.pretrained=true: {model.name} is not timm's; give a file: model.weights=<file>"
 
 
-def _strategy(config: Config) -> None:
+def _strategy(config: Config) -> Iterator[str]:
     parallel, model, strategy = config.parallel, config.model, config.parallel.strategy
     if strategy == "single" and parallel.devices not in ("auto", 1):
-        raise ValueError(
-            f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp"
-        )
+        yield f"parallel.devices={parallel.devices}: single uses one device; choose parallel=ddp or parallel=dp"
     for owner, keys in (("dp", DP_ONLY), ("ddp", DDP_ONLY)):
         for key in keys:
             if getattr(parallel, key) is not None and strategy != owner:
-                raise ValueError(
-                    f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
-                )
+                yield f"parallel.{key}={getattr(parallel, key)}: an option of {owner}, but parallel={strategy}"
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None and strategy in ("auto", "single"):
-            raise ValueError(
-                f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
-            )
+            yield f"parallel.{key}={getattr(parallel, key)}: an option of dp and ddp, but parallel={strategy}"
     if is_own_class(strategy):
         if parallel.process_per_device is None:
-            raise ValueError(
-                f"parallel.process_per_device: {strategy} needs it; true: a rank per device, false: one process"
-            )
+            yield f"parallel.process_per_device: {strategy} needs it; true: a rank per device, false: one process"
     elif parallel.process_per_device is not None or parallel.options:
         key, value = (
             ("options", parallel.options) if parallel.options else ("process_per_device", parallel.process_per_device)
         )
-        raise ValueError(f"parallel.{key}={value}: of a strategy of your own, but parallel={strategy}")
+        yield f"parallel.{key}={value}: of a strategy of your own, but parallel={strategy}"
     if parallel.max_restarts and not parallel.has_ranks:
-        raise ValueError(f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}")
+        yield f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}"
     if model.compile and strategy == "dp":
-        raise ValueError(
-            "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
-        )
+        yield "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
     if model.compile and strategy == "ddp" and parallel.bucket_cap_mb is not None and parallel.bucket_cap_mb < 1:
-        raise ValueError(
+        yield (
             f"parallel.bucket_cap_mb={parallel.bucket_cap_mb}: model.compile=true splits the model at buckets of 1 MB or "
             "more; use at least 1, or model.compile=false"
         )
     if model.sync_bn and not parallel.has_ranks:
-        raise ValueError(f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}")
+        yield f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}"
 
 
-def _time(config: Config) -> None:
+def _time(config: Config) -> Iterator[str]:
     optim, train = config.optim, config.train
     if optim.warmup_epochs + optim.cooldown_epochs >= train.epochs and optim.sched not in ("none", "constant"):
-        raise ValueError(
+        yield (
             f"optim.warmup_epochs={optim.warmup_epochs}: warm-up and cool-down must be shorter than "
             f"train.epochs={train.epochs}"
         )
     if train.early_stop is not None and train.evaluate_every == 0:
-        raise ValueError(f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0")
+        yield f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0"
     if train.max_steps is not None:
-        check_profile(train, train.max_steps)
+        yield from profile_rules(train, train.max_steps)
 
 
-def check_profile(train: TrainConfig, steps: int) -> None:
-    """Errors: ValueError where a run of so many steps has none left to time after those that are recorded."""
+def profile_rules(train: TrainConfig, steps: int) -> Iterator[str]:
+    """A run of so many steps must have some left to time after those that are recorded."""
     if train.untimed_steps is not None and steps <= train.untimed_steps:
-        raise ValueError(
+        yield (
             f"train.profile_steps={train.profile_steps}: profiling needs steps after the warm-up (10), the profiler's own (1) "
             f"and the recorded ones, {train.untimed_steps + 1} or more; this run has {steps}: raise train.max_steps or "
             "train.epochs"
         )
 
 
-def _schedule(config: Config) -> None:
+def _schedule(config: Config) -> Iterator[str]:
     """No part of a schedule may lie after the end of training: it would not be what its name says."""
     optim, epochs = config.optim, config.train.epochs
     if optim.sched == "multistep" and not optim.decay_milestones:
-        raise ValueError("optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)")
+        yield "optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)"
     late = [milestone for milestone in optim.decay_milestones or [] if milestone >= epochs]
     if late:
-        raise ValueError(f"optim.decay_milestones={optim.decay_milestones}: {late[0]} is after train.epochs={epochs}")
+        yield f"optim.decay_milestones={optim.decay_milestones}: {late[0]} is after train.epochs={epochs}"
     if optim.sched == "step" and optim.decay_epochs is None:
-        raise ValueError("optim.sched=step: set optim.decay_epochs, the epochs between two drops")
+        yield "optim.sched=step: set optim.decay_epochs, the epochs between two drops"
     if optim.decay_epochs is not None and optim.decay_epochs >= epochs - optim.warmup_epochs:
-        raise ValueError(
+        yield (
             f"optim.decay_epochs={optim.decay_epochs}: longer than training; use less than train.epochs={epochs} "
             "without its warm-up"
         )
     for key in ("decay_milestones", "decay_epochs"):
         users = {"decay_milestones": ("multistep",), "decay_epochs": ("step", "wsd", "rsqrt")}[key]
         if getattr(optim, key) is not None and optim.sched not in users:
-            raise ValueError(f"optim.{key}={getattr(optim, key)}: has no effect with optim.sched={optim.sched}")
+            yield f"optim.{key}={getattr(optim, key)}: has no effect with optim.sched={optim.sched}"
     for key in optim.sched_kwargs:
         if optim.sched not in SCHEDULES_WITH.get(key, (optim.sched,)):
-            raise ValueError(f"optim.sched_kwargs.{key}: has no effect with optim.sched={optim.sched}")
+            yield f"optim.sched_kwargs.{key}: has no effect with optim.sched={optim.sched}"
     own = sorted(set(optim.sched_kwargs).intersection(SCHEDULE_KEYS))
     if own:
-        raise ValueError(f"optim.sched_kwargs.{own[0]}: set optim.{own[0]} instead")
+        yield f"optim.sched_kwargs.{own[0]}: set optim.{own[0]} instead"

@@ -20,8 +20,7 @@ from src.engine.config.cluster import check_code
 from src.engine.config.combinations import check_combination
 from src.engine.config.confidential import check_literals, check_words
 from src.engine.config.fences import check_hydra_block, check_search_path
-from src.engine.config.keys import explain, is_known, key_hint
-from src.engine.config.names import hint
+from src.engine.config.names import explain, hint, is_known, key_hint
 from src.engine.config.resolve import count_that_divides
 from src.engine.config.rules import check_values
 from src.engine.machine import hardware
@@ -31,10 +30,6 @@ from src.schema import Config, ResolvedConfig, as_resolved
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
-CODE_KEYS = (
-    "cluster.setup",
-    "cluster.extra",
-)  # run by a shell: from the command line or conf/local alone, never frozen
 
 
 @dataclass
@@ -48,10 +43,7 @@ class Command:
 
 
 def compose_command(arguments: Any) -> Command:
-    """Compose and check the command line that Hydra's own parser read.
-
-    Errors: ValueError, one line that names the key, the value and the remedy.
-    """
+    """Compose and check the command line that Hydra's own parser read."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -136,7 +128,7 @@ def store_schema() -> None:
 
 
 def to_config(tree: DictConfig) -> Config:
-    """Merge a composed tree into the schema and check it. Errors: ValueError for a key or value that has no place."""
+    """Merge a composed tree into the schema and check it."""
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     try:
         check_literals(tree)
@@ -182,7 +174,7 @@ def freeze(config: Config, folder: Path) -> None:
 
 
 def read_frozen(folder: Path) -> ResolvedConfig:
-    """The Config that `freeze` wrote. Errors: ValueError when it is missing or does not fit the schema."""
+    """The config that `freeze` wrote."""
     path = folder / "config.yaml"
     try:
         tree = OmegaConf.load(path)

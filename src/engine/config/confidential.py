@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.keys import plain_values
+from src.engine.config.names import plain_values
 from src.engine.machine.secrets import IN_URL, SHORTEST, held_by, is_path, is_secret_key, is_secret_variable, reference
 
 REFERENCE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
@@ -31,17 +31,14 @@ NAMES = (
 
 
 def check_words(overrides: list[str]) -> None:
-    """The words of a command line, before Hydra parses them: its errors quote them.
-
-    Errors: ValueError, one line with the key and the remedy, never the value.
-    """
+    """The words of a command line, before Hydra parses them: its errors quote them, and a refusal here quotes no value."""
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         _check(key, value.strip("'\""), swept=True)
 
 
 def check_literals(tree: DictConfig) -> None:
-    """A composed config, wherever its values come from. Errors as `check_words`."""
+    """The same for a composed config, wherever its values come from."""
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     for key, value in plain_values(OmegaConf.to_container(task)):
         _check(key, value)

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from src.engine.config.compose import compose_command, read_frozen, to_config
 from src.engine.config.confidential import check_words
-from src.engine.config.keys import explain, is_known, key_hint
+from src.engine.config.names import explain, is_known, key_hint
 from src.engine.config.resolve import resolve
 from src.engine.machine.ranks import Ranks
 from src.schema import Config, ParallelConfig, ResolvedConfig
@@ -20,10 +20,7 @@ GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a frozen conf
 
 
 def evaluation_config(run: Path | None, words: list[str], ranks: Ranks | None) -> ResolvedConfig:
-    """Resolved. `words` are train.py's; `ranks` are given where somebody has started them.
-
-    Errors: ValueError, one line, for a word that has no part in an evaluation, or that this machine cannot do.
-    """
+    """Resolved. `words` are train.py's; `ranks` are given where somebody has started them."""
     for word in words:
         _check_part(word, OF_A_MODEL if run is None else OF_A_RUN)
     config = _composed(words) if run is None else _frozen(run, words)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.keys import plain_values
+from src.engine.config.names import plain_values
 
 # A section stands for all that is in it.
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "job.config", "help", "hydra_help", "verbose")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Iterator
 
 from src.engine.config.cluster import fill_in
+from src.engine.config.rules import refuse
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS, backend_for
 from src.schema import Config, ResolvedConfig, as_resolved
@@ -17,8 +19,8 @@ DEFAULT_BATCH_SIZE = 64
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
     """A copy of `config` without `auto` in the keys that decide what a run computes.
 
-    `world_size` and `local_world_size` are given where the ranks were started from outside (torchrun).
-    Errors: ValueError when this machine, or those ranks, cannot run it.
+    `world_size` and `local_world_size` are given where the ranks were started from outside (torchrun). What this machine,
+    or those ranks, cannot run is refused.
     """
     config = copy.deepcopy(config)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
@@ -35,15 +37,13 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     if world_size is not None and cuda == 1:  # srun may show each task a device of its own; launch/nodes.py counts them
         local = 1
     if not elsewhere:
-        _check_devices_exist(config, cuda, local)
+        refuse(_missing_devices(config, cuda, local))
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
         parallel.backend = backend_for(parallel.accelerator)
     resolved = as_resolved(config)
-    _check_batch(resolved)
-    if not elsewhere:
-        _check_compiler(resolved)
+    refuse(_unfit_batch(resolved), iter(()) if elsewhere else _missing_compiler(resolved))
     return resolved
 
 
@@ -132,63 +132,61 @@ def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
         parallel.devices = 1 if parallel.strategy == "single" else _auto_devices(config, cuda)
 
 
-def _check_devices_exist(config: Config, cuda: int, local: int) -> None:
+def _missing_devices(config: Config, cuda: int, local: int) -> Iterator[str]:
     parallel = config.parallel
     if parallel.backend == "mpi" and not hardware.has_mpi():
-        raise ValueError("parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo")
+        yield "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo"
     if parallel.backend == "nccl" and WINDOWS:
-        raise ValueError("parallel.backend=nccl: NCCL does not exist for Windows; use gloo, or run under WSL 2")
+        yield "parallel.backend=nccl: NCCL does not exist for Windows; use gloo, or run under WSL 2"
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"
-            raise ValueError(f"parallel.accelerator=cuda: {problem}; use cpu or auto")
+            yield f"parallel.accelerator=cuda: {problem}; use cpu or auto"
         ids = parallel.device_ids
         if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
-            raise ValueError(f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}")
+            yield f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}"
         if local > cuda and not parallel.has_ranks:
-            raise ValueError(
+            yield (
                 f"parallel.devices={local}: {cuda} CUDA device(s) here, and {parallel.strategy} takes one for each replica"
             )
         if local > cuda and parallel.backend != "gloo":
-            raise ValueError(
+            yield (
                 f"parallel.devices={local}: {cuda} CUDA device(s) here; two NCCL ranks cannot share one "
                 "(parallel.backend=gloo can, to try things out)"
             )
         if parallel.output_device is not None and parallel.strategy == "dp" and parallel.output_device >= cuda:
-            raise ValueError(f"parallel.output_device={parallel.output_device}: devices here are 0 to {cuda - 1}")
+            yield f"parallel.output_device={parallel.output_device}: devices here are 0 to {cuda - 1}"
         return
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None:
-            raise ValueError(
+            yield (
                 f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices, but this run is on {parallel.accelerator}"
             )
     if parallel.backend == "nccl":
-        raise ValueError(f"parallel.backend=nccl: needs CUDA, but this run is on {parallel.accelerator}; use gloo")
+        yield f"parallel.backend=nccl: needs CUDA, but this run is on {parallel.accelerator}; use gloo"
     if parallel.accelerator == "mps":
         if not hardware.has_mps():
-            raise ValueError("parallel.accelerator=mps: no Apple GPU here; use cpu or auto")
+            yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
         if parallel.strategy != "single":
-            raise ValueError(
-                f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu"
-            )
+            yield f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu"
     if config.model.sync_bn:
-        raise ValueError("model.sync_bn=true: torch's SyncBatchNorm works on CUDA only")
+        yield "model.sync_bn=true: torch's SyncBatchNorm works on CUDA only"
     if config.train.precision == "tf32":
-        raise ValueError(f"train.precision=tf32: a GPU's, but this run is on {parallel.accelerator}; use fp32 or bf16")
+        yield f"train.precision=tf32: a GPU's, but this run is on {parallel.accelerator}; use fp32 or bf16"
 
 
-def _check_batch(config: ResolvedConfig) -> None:
+def _unfit_batch(config: ResolvedConfig) -> Iterator[str]:
     has_ranks, devices, batch = config.parallel.has_ranks, config.parallel.devices, config.global_batch
     if batch < devices:
-        raise ValueError(f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}")
+        yield f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}"
     if batch % devices and has_ranks:  # dp may have unequal chunks; their sizes are recorded
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        raise ValueError(f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}")
+        yield f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}"
     if (config.data.augment.mixup or config.data.augment.cutmix) and (batch // devices if has_ranks else batch) % 2:
-        raise ValueError(f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even")
+        yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even"
 
 
-def _check_compiler(config: ResolvedConfig) -> None:
+def _missing_compiler(config: ResolvedConfig) -> Iterator[str]:
     """torch.compile would say so only in the first step, over two screens."""
     if not config.model.compile:
         return
@@ -199,4 +197,4 @@ def _check_compiler(config: ResolvedConfig) -> None:
         names = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
         what = "a C compiler; install gcc (apt install gcc), or name one in CC"
     if not any(name and shutil.which(name) for name in names):
-        raise ValueError(f"model.compile=true: needs {what}")
+        yield f"model.compile=true: needs {what}"

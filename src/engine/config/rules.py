@@ -1,12 +1,14 @@
 """Rules for single values of a config: the bounds and words of the schema, and names that must exist elsewhere.
 
-Each refusal is one line that names the key, the value and the remedy. No torch here.
+A rule yields a line for each thing that is wrong: key, value and remedy. No torch here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from src.engine.config.names import (
@@ -45,42 +47,45 @@ DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?:
 STRATEGIES = ("auto", "single", "dp", "ddp")
 
 
+def refuse(*problems: Iterator[str]) -> None:
+    """Raise ValueError with the first line that any of them has."""
+    for line in itertools.chain(*problems):
+        raise ValueError(line)
+
+
 def check_values(config: Config) -> None:
-    """Refuse a value that can never be right, whatever the other keys say.
+    """Refuse a value that can never be right, whatever the other keys say."""
+    rules = (_bounds, _numbers_or_auto, _model, _strategy, _data, _training, _metrics, _search)
+    refuse(*(rule(config) for rule in rules))
 
-    Errors: ValueError, one line with key, value and remedy.
-    """
+
+def _bounds(config: Config) -> Iterator[str]:
+    if config.optim.sched == "plateau":
+        yield (
+            "optim.sched=plateau: follows a metric instead of the step, so it cannot be resumed at one, and timm is "
+            "removing it; use cosine or wsd"
+        )
     for key, value, entry in leaves(config):
-        _check_leaf(key, value, entry.metadata)
-    _numbers_or_auto(config)
-    _print_config(config)
-    _known_names(config)
-    _augment(config)
+        yield from (f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata))
 
 
-def _check_leaf(key: str, value: Any, bounds: Any) -> None:
+def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"{key}={value}: must be finite")
+            yield "must be finite"
     if value is None:
         return
-    if key == "optim.sched" and value == "plateau":
-        raise ValueError(
-            "optim.sched=plateau: follows a metric instead of the step, cannot be gone on with, and timm is removing it; "
-            "use cosine or wsd"
-        )
-    choices = bounds.get("choices")
-    if choices and value not in choices:
-        raise ValueError(f"{key}={value}: allowed: {', '.join(choices)}")
+    if "choices" in bounds and value not in bounds["choices"]:
+        yield f"allowed: {', '.join(bounds['choices'])}"
     if bounds.get("least") is not None and value < bounds["least"]:
-        raise ValueError(f"{key}={value}: must be at least {bounds['least']}")
+        yield f"must be at least {bounds['least']}"
     if bounds.get("above") is not None and value <= bounds["above"]:
-        raise ValueError(f"{key}={value}: must be above {bounds['above']}")
+        yield f"must be above {bounds['above']}"
     if bounds.get("most") is not None and value > bounds["most"]:
-        raise ValueError(f"{key}={value}: must be at most {bounds['most']}")
+        yield f"must be at most {bounds['most']}"
 
 
-def _numbers_or_auto(config: Config) -> None:
+def _numbers_or_auto(config: Config) -> Iterator[str]:
     for key, value, least in (
         ("parallel.devices", config.parallel.devices, 1),
         ("parallel.threads_per_device", config.parallel.threads_per_device, 1),
@@ -90,75 +95,76 @@ def _numbers_or_auto(config: Config) -> None:
         ("sweep.repeats", config.sweep.repeats, 1),
     ):
         if value != "auto" and (isinstance(value, str) or value < least):
-            raise ValueError(f"{key}={value}: give auto or a whole number from {least}")
-
-
-def _print_config(config: Config) -> None:
+            yield f"{key}={value}: give auto or a whole number from {least}"
     if isinstance(config.print_config, str) and config.print_config != "full":
-        raise ValueError(f"print_config={config.print_config}: give true, false or full")
+        yield f"print_config={config.print_config}: give true, false or full"
 
 
-def _known_names(config: Config) -> None:
-    model, opt, data = config.model.name, config.optim.opt, config.data.name
-    for key, name in (("model.name", model), ("data.name", data)):
-        if is_own_class(name) and not own_class_exists(name):
-            raise ValueError(
-                f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/{own_class_hint(name)}"
-            )
-    strategy = config.parallel.strategy
-    if strategy not in STRATEGIES and not (strategy.startswith("src.parallel.") and own_class_exists(strategy)):
-        raise ValueError(
-            f"parallel.strategy={strategy}: no such strategy{hint(strategy, STRATEGIES)}; give {', '.join(STRATEGIES)}, "
-            "or src.parallel.<module>.<Class> of your own"
-        )
-    if not is_own_class(model):
-        _check_timm_model(model)
-        for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
-            raise ValueError(f"model.kwargs.{key}: not allowed; weights come from timm: model.pretrained=true")
-    if config.search.storage is not None and not re.fullmatch(DATABASE, config.search.storage, re.DOTALL):
-        raise ValueError("search.storage: give sqlite:///<file>, postgresql://… or mysql://…")
-    if opt not in timm_optimizers():
-        raise ValueError(f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}")
-    if opt == "adahessian":
-        raise ValueError(
-            "optim.opt=adahessian: needs second derivatives of the loss, which training here does not take"
-        )
-    if config.train.loss not in losses():
-        raise ValueError(f"train.loss={config.train.loss}: no such loss{hint(config.train.loss, losses())}")
-    _check_dataset(data)
-    for key, metric in (("optimized_metric", config.optimized_metric), ("checkpoint.metric", config.checkpoint.metric)):
-        known = (
-            objectives()
-            if key == "optimized_metric"
-            else [f"val/{name}{of}" for of in ("", "_ema") for name in metrics()[0]]
-        )
-        if metric not in known:
-            raise ValueError(f"{key}={metric}: no such metric{hint(metric, known)}; allowed: {', '.join(known)}")
-
-
-def _check_timm_model(name: str) -> None:
+def _model(config: Config) -> Iterator[str]:
+    name = config.model.name
+    if is_own_class(name):
+        yield from _own_class("model.name", name)
+        return
     architecture, _, tag = name.partition(".")
     if architecture not in timm_models():
-        raise ValueError(f"model.name={name}: timm has no such model{hint(architecture, timm_models())}")
+        yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
     tags = sorted(known for known in timm_tags() if known.startswith(f"{architecture}."))
     if tag and tags and name not in tags:
-        raise ValueError(f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}")
+        yield f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}"
+    for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
+        yield f"model.kwargs.{key}: not allowed; weights come from timm: model.pretrained=true"
 
 
-def _check_dataset(name: str) -> None:
-    kind, _, rest = name.partition("/")
-    if kind in ("tfds", "hfids"):
-        raise ValueError(
-            f"data.name={name}: a stream, whose images have no numbers to shard and resume by; use hfds/… or wds"
+def _own_class(key: str, name: str) -> Iterator[str]:
+    if not own_class_exists(name):
+        yield f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/{own_class_hint(name)}"
+
+
+def _strategy(config: Config) -> Iterator[str]:
+    name = config.parallel.strategy
+    if name not in STRATEGIES and not (name.startswith("src.parallel.") and own_class_exists(name)):
+        yield (
+            f"parallel.strategy={name}: no such strategy{hint(name, STRATEGIES)}; give {', '.join(STRATEGIES)}, "
+            "or src.parallel.<module>.<Class> of your own"
         )
-    if kind == "torch" and rest not in TORCHVISION:
-        raise ValueError(f"data.name={name}: timm has no such dataset{hint(rest, TORCHVISION)}")
-    if not (is_own_class(name) or is_timm_dataset(name) or name in DATASETS):
-        raise ValueError(f"data.name={name}: no such data{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…")
 
 
-def _augment(config: Config) -> None:
-    """timm only asserts that it can read these words, in the first batch."""
-    aa = config.data.augment.aa
+def _data(config: Config) -> Iterator[str]:
+    name, aa = config.data.name, config.data.augment.aa
+    kind, _, rest = name.partition("/")
+    if is_own_class(name):
+        yield from _own_class("data.name", name)
+    elif kind in ("tfds", "hfids"):
+        yield f"data.name={name}: a stream, whose images have no numbers to shard and resume by; use hfds/… or wds"
+    elif kind == "torch" and rest not in TORCHVISION:
+        yield f"data.name={name}: timm has no such dataset{hint(rest, TORCHVISION)}"
+    elif not (is_timm_dataset(name) or name in DATASETS):
+        yield f"data.name={name}: no such data{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…"
     if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
-        raise ValueError(f"data.augment.aa={aa}: give timm's words, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0")
+        yield f"data.augment.aa={aa}: give timm's words, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0"
+
+
+def _training(config: Config) -> Iterator[str]:
+    opt, loss = config.optim.opt, config.train.loss
+    if opt not in timm_optimizers():
+        yield f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}"
+    if opt == "adahessian":
+        yield "optim.opt=adahessian: needs second derivatives of the loss, which training here does not take"
+    if loss not in losses():
+        yield f"train.loss={loss}: no such loss{hint(loss, losses())}"
+
+
+def _metrics(config: Config) -> Iterator[str]:
+    of_val = [f"val/{name}{of}" for of in ("", "_ema") for name in metrics()[0]]
+    for key, metric, known in (
+        ("optimized_metric", config.optimized_metric, objectives()),
+        ("checkpoint.metric", config.checkpoint.metric, of_val),
+    ):
+        if metric not in known:
+            yield f"{key}={metric}: no such metric{hint(metric, known)}; allowed: {', '.join(known)}"
+
+
+def _search(config: Config) -> Iterator[str]:
+    storage = config.search.storage
+    if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):
+        yield "search.storage: give sqlite:///<file>, postgresql://… or mysql://…"

@@ -103,7 +103,7 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
 
 
 def place_of_pod(environment: Mapping[str, str]) -> Place:
-    """The node that this pod is. Errors: ValueError for an environment that no manifest of ours has set."""
+    """The node that this pod is, by the environment that our manifest sets."""
     missing = [name for name in ("JOB_COMPLETION_INDEX", "CLUSTER_NODES", "CLUSTER_ADDRESS") if name not in environment]
     if missing:
         raise ValueError(f"{missing[0]}: not set; start this in a pod of {MANIFEST}")

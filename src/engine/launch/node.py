@@ -58,7 +58,7 @@ def main(folder: Path, origin: Path) -> int:
 
 
 def find_place() -> Place:
-    """This node among those of the job, by what the scheduler put into the environment. Errors: ValueError."""
+    """This node among those of the job, by what the scheduler put into the environment."""
     if "JOB_COMPLETION_INDEX" in os.environ:
         return place_of_pod(os.environ)
     if "SLURM_STEP_NODELIST" not in os.environ:

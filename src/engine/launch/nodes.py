@@ -47,7 +47,7 @@ def all_facts(store: Store, count: int) -> list[Facts]:
 def fit_to_nodes(config: Config, asked: ParallelConfig, facts: list[Facts]) -> None:
     """Where `asked` left the choice open, take what every node has; srun may give each task cores and a device of its own.
 
-    `config` is resolved, by what node 0 has. Errors: ValueError naming the host that cannot do it.
+    `config` is resolved, by what node 0 has. A host that cannot do it is named in the refusal.
     """
     parallel, nodes = config.parallel, _by_node(facts)
     config.cluster.nodes = len(nodes)
@@ -64,7 +64,7 @@ def fit_to_nodes(config: Config, asked: ParallelConfig, facts: list[Facts]) -> N
 
 
 def check_nodes(config: Config, facts: list[Facts]) -> None:
-    """Errors: ValueError naming the first host that has not the devices its ranks need."""
+    """Refuse by name the first host that has not the devices its ranks need."""
     parallel = config.parallel
     for node in _by_node(facts) if parallel.accelerator == "cuda" else []:
         have, need = len(_union(fact.devices for fact in node)), node[0].ranks

@@ -49,10 +49,7 @@ class Rendezvous:
     use_agent_store = True
 
     def __init__(self, place: Place, timeout: float) -> None:
-        """Host the store (node 0), or find it. `timeout`: seconds for all nodes to come.
-
-        Errors: ValueError naming the nodes that did not come, or the address that cannot be reached or taken.
-        """
+        """Host the store (node 0), or find it. `timeout`: seconds for all nodes to come."""
         self.place, self._run_id = place, uuid.uuid4().hex
         self.store, self._port = _host_store(place) if place.node == 0 else (_join(place, timeout), place.port)
         if place.node == 0 and place.nodes > 1:

@@ -28,10 +28,7 @@ MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
 
 
 def with_saved_overrides(arguments: Any) -> Any:
-    """For `resume=<folder>`: the overrides that folder was started with, then those given now.
-
-    Errors: ValueError when the folder is no run folder.
-    """
+    """For `resume=<folder>`: the overrides that folder was started with, then those given now."""
     folder = _asked(arguments.overrides)
     if folder is None:
         return arguments
@@ -88,10 +85,7 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
 
 
 def check_resumable(config: ResolvedConfig, folder: Path) -> None:
-    """Say what has changed since the run began; refuse what would make it another training.
-
-    Errors: ValueError, unless resume_strict=false.
-    """
+    """Say what has changed since the run began; unless resume_strict=false, refuse what makes it another training."""
     if not any((folder / "checkpoints").glob("*.pt")):
         raise ValueError(f"resume={folder}: it has no checkpoint to go on from; start anew without resume")
     if (job := queued_job(folder)) is not None:

@@ -40,7 +40,7 @@ def write_script(config: Config, folder: Path) -> int:
 def submit(config: Config, folder: Path) -> int:
     """Submit the job of a run folder, which nobody may hold: it may begin at once. Returns the exit code.
 
-    Errors: ValueError with Slurm's own refusal; a folder that was made for this job is gone then.
+    Where Slurm refuses it, a folder that was made for this job is gone again.
     """
     cluster, script = config.cluster, folder / SCRIPT
     if cluster.scheduler != "slurm" or not cluster.submit:
@@ -57,7 +57,7 @@ def submit(config: Config, folder: Path) -> int:
 
 
 def sbatch(script: Path) -> str:
-    """Submit a script; returns the job's id. Errors: ValueError with Slurm's own refusal."""
+    """Submit a script; returns the job's id."""
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
@@ -65,7 +65,7 @@ def sbatch(script: Path) -> str:
 
 
 def check_scheduler(cluster: ClusterConfig) -> None:
-    """Errors: ValueError where a job cannot be submitted from here."""
+    """Refuse where a job cannot be submitted from here."""
     if cluster.scheduler == "slurm" and cluster.submit and shutil.which("sbatch") is None:
         raise ValueError("cluster=slurm: no sbatch here; log in where Slurm is, or set cluster.submit=false")
 
@@ -144,10 +144,7 @@ fi
 
 
 def place_of_step(node: int, nodes: int) -> Place:
-    """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it.
-
-    Errors: ValueError where that is unknown, or would lead every node to itself.
-    """
+    """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it."""
     names = _scontrol("show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     words = _scontrol("show", "node", names[0], "--oneliner").split()
     address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), names[0])
@@ -193,7 +190,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    """For bash, and for sbatch, which reads its own lines by the same rules. Errors: ValueError for more than a line."""
+    """One line, for bash and for sbatch, which reads its own lines by the same rules."""
     text = str(value)
     if not text.isprintable():
         raise ValueError(f"{text!r}: a job's file takes one line of text for each value")

@@ -33,7 +33,7 @@ KEY = "run_folder"
 
 
 def agree(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
-    """Rank 0, before there is a folder: fit a resolved config to all nodes. Errors: ValueError, what cannot run there."""
+    """Rank 0, before there is a folder: fit a resolved config to all nodes."""
     _refuse_elastic_nodes()
     _advise_on_signals()
     store = open_store(ranks)
@@ -108,10 +108,7 @@ def follow(run: RankMain, ranks: Ranks) -> int:
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Node 0's config.yaml, where its disk is not shared: this node's logs go to a folder of the same name.
-
-    Errors: ValueError when no such folder can be made here.
-    """
+    """Node 0's config.yaml, where its disk is not shared: this node's logs go to a folder of the same name."""
     path = folder / "config.yaml"
     try:
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -142,7 +139,7 @@ def _note(config: ResolvedConfig) -> Path:
 
 def _refuse_elastic_nodes() -> None:
     """`torchrun --nnodes 1:2` starts the ranks again when a node comes or goes, and counts no restart: two attempts
-    would meet under the same keys. Errors: ValueError."""
+    would meet under the same keys."""
     words = _launcher()
     given = [word.partition("=")[2] or words[index + 1] for index, word in enumerate(words[:-1]) if _is_nnodes(word)]
     nnodes = given[-1] if given else os.environ.get("PET_NNODES", "1")

@@ -15,10 +15,7 @@ from src.engine.machine.secrets import hide, hide_in
 
 
 def claim_folder(wanted: Path) -> Path:
-    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs.
-
-    Errors: ValueError when no folder can be made there.
-    """
+    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs."""
     if not wanted.name:
         raise ValueError(f"hydra.run.dir={wanted}: give the name of a folder to be made")
     try:

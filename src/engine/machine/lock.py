@@ -18,7 +18,7 @@ NAME = ".lock"
 
 @contextmanager
 def own(folder: Path) -> Iterator[None]:
-    """Hold `folder` while the block runs. Errors: ValueError with the owner's pid and host when somebody else holds it."""
+    """Hold `folder` while the block runs; refused with the owner's pid and host when somebody else holds it."""
     descriptor = _take(folder / NAME)
     try:
         yield

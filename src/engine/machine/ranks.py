@@ -70,7 +70,7 @@ class Place:
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     """This process's place, or None where nobody started ranks.
 
-    Errors: ValueError for a half-set environment: acting on it would train one process on a share of the data.
+    A half-set environment is refused: acting on it would train one process on a share of the data.
     """
     marks = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
     if not marks:

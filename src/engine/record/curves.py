@@ -38,10 +38,7 @@ class Compared:
 
 
 def compare(one: Path, other: Path, tolerance: float) -> list[Compared]:
-    """The curves that both runs have, by name.
-
-    Errors: ValueError for a folder without a finished run, runs of different length, data or batch, or without a common curve.
-    """
+    """The curves that both runs have, by name. Runs of different length, data or batch are refused."""
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise ValueError(f"--tolerance {tolerance}: give a number from 0, e.g. 1e-3")
     first, second = read_result(one), read_result(other)
@@ -61,7 +58,7 @@ def compare(one: Path, other: Path, tolerance: float) -> list[Compared]:
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """metrics.jsonl by name, without what depends on the clock or on memory. Errors: ValueError where there is none."""
+    """metrics.jsonl by name, without what depends on the clock or on memory."""
     found: dict[str, Curve] = {}
     if not (run / "metrics.jsonl").is_file():
         raise ValueError(f"{run}: no metrics.jsonl here; is this a run folder?")

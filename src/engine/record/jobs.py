@@ -77,7 +77,7 @@ def new_jobs(folder: Path) -> Jobs:
 
 
 def read_jobs(folder: Path) -> Jobs:
-    """Errors: ValueError when the folder is no sweep folder, or of a newer version."""
+    """What `Jobs.write` wrote, in this version or an older one."""
     path = folder / "jobs.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -102,10 +102,7 @@ def write_result(folder: Path, result: Result) -> None:
 
 
 def read_result(folder: Path) -> Result:
-    """Read `folder/result.json`.
-
-    Errors: ValueError when the file is missing, is no result, or was written by a newer version of this project.
-    """
+    """Read `folder/result.json`, of this version or an older one."""
     path = folder / "result.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from src.engine.config.compose import Command, to_config
-from src.engine.config.keys import is_known, key_hint
-from src.engine.config.names import is_lower_better
+from src.engine.config.names import is_known, is_lower_better, key_hint
 from src.engine.machine.files import write_text
 from src.engine.sweep.points import Point, given, make_point, settle
 from src.schema import Config
