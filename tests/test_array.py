@@ -68,7 +68,7 @@ def test_resume_submits_what_is_missing(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("cluster.cpus=1,2",), "one size"),
-        (("search=optuna",), "a search runs its trials here"),
+        (("search=optuna",), "cluster.submit=false"),
         (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "times its jobs"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     """The environment of people who use the cluster."""
     folder = tmp_path_factory.mktemp("slurm")
     environment = {**os.environ, "DEV_CLUSTER": str(folder / "dev"), "SLURM_CONF": str(folder / "dev" / "slurm.conf")}
+    environment["DEV_CLUSTER_PORT"] = str(17000 + 10 * (os.getpid() % 300))  # beside another cluster of this machine
     run = partial(subprocess.run, cwd=ROOT, env=environment, check=True, timeout=60)
     run(CLUSTER_START.split(), stdout=subprocess.DEVNULL)  # no pipe: the daemons would keep it open
     status = run(CLUSTER_STATUS.split(), stdout=subprocess.PIPE, text=True).stdout
@@ -176,3 +178,31 @@ def test_a_sweep_is_one_array_and_a_lost_node_costs_no_task(jobs: Jobs, train: T
     jobs.wait(lambda: (folder / "report.html").exists(), 300, folder)
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 4
     assert all(read_result(folder / str(job)).status == "done" for job in range(4))
+
+
+def test_a_search_killed_and_resumed_finds_the_trials_that_went_on(jobs: Jobs, train: Train) -> None:
+    folder = train.base / "search"
+    words = ("cluster=slurm", "cluster.cpus=2", "parallel=single", "search.n_trials=6", "search.n_jobs=2")
+    setup = f"cluster.setup='date >> {folder}/began'"
+    more = ("search=optuna", setup, "train.epochs=60", "train.log_every=5")
+    running = train.start("-m", f"hydra.sweep.dir={folder}", *words, *more, environment=jobs.environment)
+    resume = ("-m", f"sweep.resume={folder}", setup)
+    for first in (0, 2):  # killed twice: both trials still run when they are found; then one has ended meanwhile
+        for trial in (first, first + 1):
+            running.wait_for(lambda trial=trial: jobs.steps(folder / str(trial)))
+        assert len(jobs.slurm("squeue", "--noheader").splitlines()) == 2, "two at a time"
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+        if first == 2:
+            jobs.wait(lambda: (folder / "2" / "result.json").exists(), 60, folder / "2")
+        running = train.start(*resume, defaults=False, environment=jobs.environment, timeout=200)
+    done = running.finish()
+    assert done.returncode == 0, done.output
+    trials = read_jobs(folder).jobs
+    assert [trial.folder for trial in trials] == list("012345"), "each has one folder"
+    assert {trial.status for trial in trials} <= {"done", "pruned"}
+    numbers = sorted(int((folder / trial.folder / "job.id").read_text()) for trial in trials)
+    assert numbers == list(range(numbers[0], numbers[0] + 6)), "six jobs were submitted"
+    assert len((folder / "began").read_text().splitlines()) == 6, "and each began once, with the command's setup"
+    assert len({trial.name for trial in trials}) == 6
+    assert (folder / "search.html").exists() and not jobs.slurm("squeue", "--noheader")

@@ -4,11 +4,13 @@
 #   export SLURM_CONF=/tmp/dev_cluster/slurm.conf
 #   scripts/slurm/dev_cluster.sh status
 #   scripts/slurm/dev_cluster.sh stop
-# DEV_CLUSTER=<folder> puts it elsewhere than /tmp/dev_cluster. Two slurmd, so everything a job sees of two nodes is real
+# DEV_CLUSTER=<folder> puts it elsewhere than /tmp/dev_cluster, DEV_CLUSTER_PORT=<number> at that port and the next two.
+# Two slurmd, so everything a job sees of two nodes is real
 # but the machine below them: they share its cores, disks and loopback.
-set -euo pipefail
+set -Eeuo pipefail
 
 folder=${DEV_CLUSTER:-/tmp/dev_cluster}
+port=${DEV_CLUSTER_PORT:-17000}
 export SLURM_CONF=$folder/slurm.conf
 
 configure() {
@@ -18,7 +20,7 @@ configure() {
 ClusterName=dev
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmUser=root
-SlurmctldPort=17000
+SlurmctldPort=$port
 AuthType=auth/munge
 # A requeued job may start again when its old credential has run out: 120 s by default.
 AuthInfo=socket=$folder/munge/socket,cred_expire=5
@@ -41,8 +43,8 @@ ReturnToService=2
 KillWait=10
 SlurmdTimeout=30
 MinJobAge=600
-NodeName=n1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17001 CPUs=8 RealMemory=8000
-NodeName=n2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17002 CPUs=8 RealMemory=8000
+NodeName=n1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=8 RealMemory=8000
+NodeName=n2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=8 RealMemory=8000
 PartitionName=dev Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 CONF
 }
@@ -61,6 +63,7 @@ start() {
         exit 2
     fi
     configure
+    trap 'tail -n 3 "$folder"/*.log >&2; stop' ERR # nothing half started stays
     (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
     munged --force --socket="$folder/munge/socket" --key-file="$folder/munge/key" --pid-file="$folder/munged.pid" \
         --log-file="$folder/munge/log" --seed-file="$folder/munge/seed" --num-threads=2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,11 @@ def fill_in(config: Config) -> None:
         parallel.devices = 1 if parallel.strategy == "single" else cluster.nodes * per_node
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices))
+
+
+def with_code(cluster: ClusterConfig, command: ClusterConfig) -> ClusterConfig:
+    """A frozen config's `cluster` with the shell code of this command, which alone may give any."""
+    return dataclasses.replace(cluster, **{key: getattr(command, key) for key in CODE})
 
 
 def check_code(config: Config, overrides: list[str], local: Path) -> None:

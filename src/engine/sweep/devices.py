@@ -20,8 +20,16 @@ def devices_here() -> dict[str, list[str]]:
     return {"cpu": [str(core) for core in cores], "cuda": cuda, "mps": ["mps"]}
 
 
+def places_in_queue(most: int | None) -> dict[str, list[str]]:
+    """Of jobs that Slurm runs, which gives them devices: places for as many as are to be submitted at a time."""
+    assert most is not None
+    return {"slurm": [str(place) for place in range(most)]}
+
+
 def need_of(config: Config) -> Need:
     """Of a resolved config. A job that numbers its devices itself has them all, and so runs alone."""
+    if config.cluster.scheduler == "slurm":
+        return Need("slurm", 1)
     parallel = config.parallel
     alone = parallel.device_ids is not None or parallel.output_device is not None
     threads = int(parallel.threads_per_device) if parallel.accelerator == "cpu" else 1
@@ -29,7 +37,9 @@ def need_of(config: Config) -> Need:
 
 
 def least_bytes(config: Config) -> int:
-    """Memory of the host that a job surely needs: what torch takes, in each of its processes."""
+    """Memory of this host that a job surely needs: what torch takes, in each of its processes."""
+    if config.cluster.scheduler != "local":
+        return 0
     return LEAST_BYTES * (int(config.parallel.devices) if config.parallel.has_ranks else 1)
 
 
@@ -65,6 +75,8 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
         raise ValueError(
             f"{key}={asked}: optimized_metric=images_per_sec is a speed, so its trials run alone; leave it at 1"
         )
+    if asked == "auto" and key.startswith("search") and all_jobs.cluster.scheduler != "local":
+        raise ValueError(f"{key}=auto: the cluster holds any number of trials; say how many are submitted at a time")
     if asked == "auto":
         return None
     if all_jobs.cluster.scheduler != "local":  # the nodes' memory is the scheduler's to give

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Need:
-    """What a job takes: `count` devices of a kind (cpu: cores; cuda, mps), or the machine alone."""
+    """What a job takes: `count` devices of a kind (cpu: cores; cuda, mps), or the machine alone; or a place in Slurm's queue."""
 
     kind: str
     count: int
@@ -69,7 +69,7 @@ class Packing:
     def describe_free(self) -> str:
         """For people: of each kind that jobs hold, what is free."""
         kinds = dict.fromkeys(need.kind for need, _ in self.held.values())
-        words = {"cpu": "cores", "cuda": "CUDA devices", "mps": "Apple GPUs"}
+        words = {"cpu": "cores", "cuda": "CUDA devices", "mps": "Apple GPUs", "slurm": "places in Slurm's queue"}
         return ", ".join(f"{len(self.free[kind])} of {self.total[kind]} {words[kind]}" for kind in kinds) or "all"
 
     def beside(self, need: Need) -> int:

@@ -15,13 +15,14 @@ from src.engine.machine import memory
 from src.engine.machine.files import claim_folder
 from src.engine.machine.lock import own
 from src.engine.machine.platform import STOP_SIGNALS
-from src.engine.record.jobs import Job, Jobs, config_hash
+from src.engine.record.jobs import Job, Jobs, config_hash, now
 from src.engine.record.result import Result
 from src.engine.sweep.board import Board
-from src.engine.sweep.child import Child, Watch
-from src.engine.sweep.devices import devices_here, least_bytes, need_of, share_of, why_alone
+from src.engine.sweep.child import Child, Process, Watch
+from src.engine.sweep.devices import devices_here, least_bytes, need_of, places_in_queue, why_alone
 from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.points import Point, save_hydra_files
+from src.engine.sweep.submitted import SlurmQueue, Submitted
 
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
@@ -55,11 +56,12 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
 class Runner:
     """Runs the jobs of a queue. A stop signal ends the jobs under way and is remembered."""
 
-    def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
-        """`most`: jobs at a time; None: as many as there are devices for."""
+    def __init__(self, jobs: Jobs, most: int | None = 1, slurm: SlurmQueue | None = None) -> None:
+        """`most`: jobs at a time; None: as many as there are devices for. `slurm`: where they run, None for here."""
         self.jobs = jobs
         self.stopped_by: int | None = None
-        self._packing = Packing(devices_here(), most)
+        self._slurm = slurm
+        self._packing = Packing(devices_here() if slurm is None else places_in_queue(most), most)
         self._children: dict[int, Child] = {}
         self._board = Board(jobs, self._packing)
         self._needs: dict[int, tuple[Need, int]] = {}  # of a job, and the least memory that it takes
@@ -114,17 +116,20 @@ class Runner:
         if chosen is None:
             return False
         job, names = waiting[chosen[0]], chosen[1]
-        # One at a time, a job has the machine as this process was given it.
-        variables, prepare = share_of(self._need(job), names if self._packing.most != 1 else [])
-        child = self._children[job.id] = Child(job, self.jobs.folder / job.folder, queue.watch(job))
-        child.start(variables, prepare)
+        child = self._children[job.id] = self._child(job, queue.watch(job))
+        job.status, job.started = "running", now()
+        self.jobs.write()  # before it starts: what goes on without us must be found again
+        child.start(self._need(job), names if self._packing.most != 1 else [])
         if self.stopped_by is not None:  # while the process was being started
             child.send(self.stopped_by)
         for one in self._children.values():
-            one.neighbours = max(one.neighbours, len(self._children) - 1)
-        self.jobs.write()
+            one.beside(len(self._children) - 1)
         self._board.update(now=True)
         return True
+
+    def _child(self, job: Job, watch: Watch | None) -> Child:
+        folder = self.jobs.folder / job.folder
+        return Process(job, folder, watch) if self._slurm is None else Submitted(job, folder, watch, self._slurm)
 
     def _end(self, child: Child, queue: Queue) -> None:
         job = child.job

@@ -3,7 +3,8 @@
 Only this process talks to the study; ranks know nothing of it. A trial's value is the objective of its result.json, and
 what decides on pruning is what its metrics.jsonl says meanwhile. All that later trials need is frozen in search.yaml when
 the search starts, so editing YAML changes nothing, and a search that was stopped or killed goes on from its folder, the
-half-done trial from its checkpoint. `optuna-dashboard sqlite:///<folder>/study.db` shows the study at any time.
+half-done trial from its checkpoint. With cluster=slurm each trial is a job of its own, which goes on meanwhile.
+`optuna-dashboard sqlite:///<folder>/study.db` shows the study at any time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from src.engine.config.cluster import CODE
 from src.engine.config.compose import Command
 from src.engine.config.resolve import resolve
+from src.engine.launch.slurm import JOB_ID, check_scheduler
 from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
@@ -25,22 +28,23 @@ from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, given
 from src.engine.sweep.runner import Runner, freeze_job, say_stopped
 from src.engine.sweep.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
-from src.engine.sweep.study import Follower, ask, open_study
+from src.engine.sweep.study import Follower, ask, delete_study, open_study
+from src.engine.sweep.submitted import SlurmQueue
+from src.schema import ClusterConfig
 
 if TYPE_CHECKING:  # its import takes a while, and only a search needs it
     import optuna
 
-MAY_CHANGE = (
-    "sweep.resume",
-    "search",
-    "search.n_trials",
-    "search.n_jobs",
-)  # on the command line of a search that goes on
+# On the command line of a search that goes on; shell code is nowhere else.
+MAY_CHANGE = ("sweep.resume", "search", "search.n_trials", "search.n_jobs", *(f"cluster.{key}" for key in CODE))
 
 
 def start_search(command: Command, base: Point) -> int:
     """Run a new search. Returns the exit code. Errors: ValueError before any trial has started."""
     config, settings = command.config, command.config.search
+    if config.cluster.scheduler == "slurm" and not config.cluster.submit:
+        raise ValueError("cluster.submit=false: a search submits its trials as it goes; leave it at true")
+    check_scheduler(config.cluster)
     space = read_space(command)
     check_space(config, base.tree, space)
     most = jobs_at_a_time("search.n_jobs", settings.n_jobs, [] if base.reason else [base.config], command.config)
@@ -58,12 +62,20 @@ def start_search(command: Command, base: Point) -> int:
     except ValueError:
         shutil.rmtree(folder)
         raise
-    return Search(new_jobs(folder), study, settings.n_trials, most).run()
+    search = Search(new_jobs(folder), study, settings.n_trials, most, config.cluster)
+    try:
+        return search.run()
+    except ValueError:
+        if not any(folder.glob(f"*/{JOB_ID}")):  # Slurm refuses the first trial, and so would all others
+            delete_study(study)
+            shutil.rmtree(folder)
+        raise
 
 
 def resume_search(folder: Path, command: Command) -> int:
     """Go on with the search in `folder` until it has had its n_trials. Returns the exit code. Errors: ValueError."""
     config, _, _ = read_search(folder)
+    check_scheduler(config.cluster)
     keys = {item.lstrip("+").partition("=")[0] for item in given(command.tree)}
     if changed := sorted(keys.difference(MAY_CHANGE)):
         raise ValueError(
@@ -75,16 +87,19 @@ def resume_search(folder: Path, command: Command) -> int:
     most = jobs_at_a_time("search.n_jobs", n_jobs, [resolve(config)] if n_jobs != 1 else [], config)
     jobs = read_jobs(folder)
     jobs.status = "running"
-    return Search(jobs, open_study(folder, config, is_new=False), n_trials, most).run()
+    return Search(jobs, open_study(folder, config, is_new=False), n_trials, most, command.config.cluster).run()
 
 
 class Search:
     """A queue of trials: asks for one when there is room for it, tells how it ended. Trial number and job id are the same."""
 
-    def __init__(self, jobs: Jobs, study: optuna.Study, n_trials: int, most: int | None = 1) -> None:
-        """`most`: trials at a time; None: as many as there are devices for."""
+    def __init__(
+        self, jobs: Jobs, study: optuna.Study, n_trials: int, most: int | None, command: ClusterConfig
+    ) -> None:
+        """`most`: trials at a time; None: as many as there are devices for. `command`: this one's `cluster`, for its code."""
         self.jobs, self.study, self.most = jobs, study, most
         self.config, self.base, self.space = read_search(jobs.folder)
+        self.slurm = SlurmQueue(command) if self.config.cluster.scheduler == "slurm" else None
         self.n_trials = n_trials
         self.failed = 0  # since this start
         for number in range(len(jobs.jobs), n_trials):
@@ -104,7 +119,7 @@ class Search:
                 job.status, job.reason = told[job.id]["status"], told[job.id]["reason"]
 
     def run(self) -> int:
-        with Runner(self.jobs, self.most) as self._runner:
+        with Runner(self.jobs, self.most, self.slurm) as self._runner:
             self._runner.run(self)
         stopped_by = self._runner.stopped_by
         ended = all(job.status not in UNFINISHED for job in self.jobs.jobs)

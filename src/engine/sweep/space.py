@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from src.engine.config.cluster import CODE
 from src.engine.config.compose import Command, to_config
 from src.engine.config.names import is_known, is_lower_better, key_hint
 from src.engine.machine.files import write_text
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 FROZEN = "search.yaml"  # in the sweep folder
 MOST_CORNERS = 32  # combinations of ends that are tried before a search is refused
-NOT_SEARCHED = ("hydra", "search", "sweep", "paths", "resume", "optimized_metric", "task_name", "tags")
+NOT_SEARCHED = ("hydra", "search", "sweep", "paths", "cluster", "resume", "optimized_metric", "task_name", "tags")
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
         tree.search.params = {dimension.key: dimension.text for dimension in space}
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(given(tree))
+        tree.cluster.setup, tree.cluster.extra = None, []  # code, which every command gives itself
     header = "# The search as composed at its start: settings, space, and the config that every trial starts from.\n"
     write_text(folder / FROZEN, header + OmegaConf.to_yaml(tree))
 
@@ -213,6 +215,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
     """Those of a search's overrides that its trials share, so that a trial's own run needs no -m."""
-    kept = [item for item in overrides if not item.lstrip("+").startswith(("search=", "search.", "sweep."))]
+    not_kept = ("search=", "search.", "sweep.", *(f"cluster.{key}=" for key in CODE))
+    kept = [item for item in overrides if not item.lstrip("+").startswith(not_kept)]
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)
     return kept if by_command else [*kept, "search.sampler=null"]

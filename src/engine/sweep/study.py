@@ -40,6 +40,13 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
         raise ValueError(f"search.storage: cannot be opened ({type(error).__name__}); give sqlite:///<file>") from error
 
 
+def delete_study(study: optuna.Study) -> None:
+    """Of a search that could not begin, so that its name is free again."""
+    import optuna
+
+    optuna.delete_study(study_name=study.study_name, storage=study._storage)
+
+
 def ask(
     study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
 ) -> optuna.Trial:

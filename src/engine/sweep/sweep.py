@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from src.engine.config.cluster import with_code
 from src.engine.config.compose import Command, read_frozen
 from src.engine.launch.slurm import check_scheduler
 from src.engine.machine.files import claim_folder
@@ -33,10 +34,6 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
         from src.engine.sweep.search import resume_search, start_search
 
-        if command.config.cluster.scheduler != "local":
-            raise ValueError(
-                f"cluster={command.config.cluster.scheduler}: a search runs its trials here; leave it at local"
-            )
         return start_search(command, points[0]) if earlier is None else resume_search(earlier, command)
     if settings.dry_run:
         show_points(points, training_size)
@@ -45,6 +42,8 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
         jobs = reopen(earlier)
         most = jobs_of_resumed(jobs, command)
         configs: list[Config] = [read_frozen(earlier / job.folder) for job in jobs.jobs if job.status == "waiting"]
+        for config in configs:
+            config.cluster = with_code(config.cluster, command.config.cluster)
     else:
         if all(point.reason for point in points):
             raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
