@@ -138,6 +138,7 @@ def run_all(jobs: Jobs, noise: float, failing: str = "") -> list[int | None]:
         speed = SPEEDS[kind] * (1 + (config.seed % 3) / 2) * (1 + draw.uniform(-noise, noise))
         result = Result(job.status, strategy=kind, devices=devices, throughput={"images_per_sec": speed})
         write_result(jobs.folder / job.folder, result)
+        jobs.write()
         ran.append(job.block)
     return ran
 

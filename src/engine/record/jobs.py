@@ -64,12 +64,6 @@ class Jobs:
             found[job.status] = found.get(job.status, 0) + 1
         return found
 
-    def seconds_left(self) -> float | None:
-        """Mean duration of the ended jobs times those to come; None before the first has ended."""
-        durations = [job.seconds for job in self.jobs if job.seconds is not None]
-        waiting = sum(job.status in ("waiting", "running") for job in self.jobs)
-        return waiting * sum(durations) / len(durations) if durations else None
-
 
 def new_jobs(folder: Path) -> Jobs:
     """An empty list that remembers the command line it came from."""

@@ -99,12 +99,12 @@ def _update(folder: Path) -> None:
         if job.status in UNFINISHED:
             _read_end(job, folder / job.folder)
     if all(job.status not in UNFINISHED for job in jobs.jobs):
+        jobs.status = "done"
+    jobs.write()
+    if jobs.status == "done":
         from src.engine.report.report import write_report
 
-        jobs.status = "done"
-        jobs.write()
         print(f"report       {write_report([folder])}")
-    jobs.write()
 
 
 def _read_end(job: Job, folder: Path) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from src.engine.config.rules import check_values
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
-from src.engine.record.result import read_result
 from src.engine.sweep.points import Point
 from src.engine.sweep.runner import freeze_job
 from src.schema import SweepConfig
@@ -104,36 +103,16 @@ def append_baseline(jobs: Jobs) -> None:
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """Of `sweep.repeats=auto`, all blocks run: whether an interval is still wider than `precision` allows."""
-    from src.engine.report.statistics import contrasts  # takes a while to import, and only this needs it
+    """Of `sweep.repeats=auto`, all blocks recorded: whether an interval that the report states is wider than `precision`."""
+    from src.engine.report.collect import collect  # takes a while to import, and only this needs it
+    from src.engine.report.comparison import group
+    from src.engine.report.families import SPEED, with_contrasts
 
     if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
         return False
-    done = [(job, read_result(jobs.folder / job.folder)) for job in jobs.jobs if job.status == "done"]
-    rows = [(_point(job), job.block, result.throughput.get("images_per_sec") or 0) for job, result in done]
-    pairs = _pairs({_point(job): (_rest(job), result.strategy, result.devices) for job, result in done})
-    return any(_reach(contrast) > settings.precision for contrast in contrasts(rows, pairs))
-
-
-def _pairs(points: dict[str, tuple[str, str, int]]) -> list[tuple[str, str]]:
-    """What a report compares: every point with single, and ddp with dp on as many devices, all else alike.
-
-    `points`: name -> what it is besides strategy and devices, strategy, devices.
-    """
-    found = []
-    for a, (rest, strategy, devices) in points.items():
-        to_single = strategy != "single" and (rest, "single", 1)
-        to_dp = strategy == "ddp" and (rest, "dp", devices)
-        found += [(a, b) for b, other in points.items() if other in (to_single, to_dp)]
-    return found
-
-
-def _point(job: Job) -> str:
-    return " ".join(job.overrides)
-
-
-def _rest(job: Job) -> str:
-    return " ".join(word for word in job.overrides if word.partition("=")[0] not in ("parallel", "parallel.devices"))
+    groups = with_contrasts(group(collect([jobs.folder])), settings.smallest_difference)
+    stated = [contrast for one in groups for contrast in one.contrasts[SPEED] if contrast.ratio is not None]
+    return any(_reach(contrast) > settings.precision for contrast in stated)
 
 
 def _reach(contrast: Contrast) -> float:
