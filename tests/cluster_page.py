@@ -8,4 +8,4 @@ from pathlib import Path
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
-JOB, JOB_WITH_GPUS, ARRAY, SRUN, TORCHRUN, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, KUBERNETES = COMMANDS
+JOB, JOB_WITH_GPUS, ARRAY, SEARCH, SRUN, TORCHRUN, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, KUBERNETES = COMMANDS

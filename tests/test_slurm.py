@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster_page import ARRAY, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB, SRUN
+from cluster_page import ARRAY, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB, SEARCH, SRUN
 from conftest import ROOT, Train, read_lines, tiny
 
 from src.engine.record.jobs import read_jobs
@@ -182,10 +182,9 @@ def test_a_sweep_is_one_array_and_a_lost_node_costs_no_task(jobs: Jobs, train: T
 
 def test_a_search_killed_and_resumed_finds_the_trials_that_went_on(jobs: Jobs, train: Train) -> None:
     folder = train.base / "search"
-    words = ("cluster=slurm", "cluster.cpus=2", "parallel=single", "search.n_trials=6", "search.n_jobs=2")
     setup = f"cluster.setup='date >> {folder}/began'"
-    more = ("search=optuna", setup, "train.epochs=60", "train.log_every=5")
-    running = train.start("-m", f"hydra.sweep.dir={folder}", *words, *more, environment=jobs.environment)
+    words = (*SEARCH.split()[2:], setup, "train.epochs=60", "train.log_every=5")
+    running = train.start(f"hydra.sweep.dir={folder}", *words, environment=jobs.environment)
     resume = ("-m", f"sweep.resume={folder}", setup)
     for first in (0, 2):  # killed twice: both trials still run when they are found; then one has ended meanwhile
         for trial in (first, first + 1):

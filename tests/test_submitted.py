@@ -130,11 +130,13 @@ def test_a_whole_search(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [Path(script).parent.name for script in slurm.scripts] == ["0", "1", "2"]
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
     assert "module load" in Path(slurm.scripts[2]).read_text()
-    for path in (folder / "search.yaml", folder / "2" / ".hydra" / "overrides.yaml"):
-        assert "module load" not in path.read_text(), "code is frozen nowhere"
+    assert "module load" not in (folder / "2" / ".hydra" / "overrides.yaml").read_text()
+    frozen = (folder / "search.yaml").read_text()
+    (folder / "search.yaml").write_text(frozen.replace("setup: null", "setup: rm -r /"))
     more = ["-m", f"sweep.resume={folder}", "search.n_trials=4", "cluster.setup='module load rocm'"]
     assert run_sweep(get_args_parser().parse_args(more), lambda data: None) == 0
-    assert "module load rocm" in Path(slurm.scripts[3]).read_text()
+    script = Path(slurm.scripts[3]).read_text()
+    assert "module load rocm" in script and "rm -r" not in script, "a frozen config holds no code"
 
 
 @pytest.mark.parametrize(
