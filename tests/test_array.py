@@ -62,6 +62,12 @@ def test_resume_submits_what_is_missing(tmp_path: Path) -> None:
     arguments = get_args_parser().parse_args(["-m", f"sweep.resume={folder}"])
     assert run_sweep(arguments, lambda data: None) == 0
     assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
+    arguments.overrides.append("cluster.setup='module load cuda'")
+    assert run_sweep(arguments, lambda data: None) == 0
+    assert "module load cuda" in (folder / "job.sbatch").read_text(), "code is this command's"
+    arguments.overrides.append("optim.lr=0.1")
+    with pytest.raises(ValueError, match=r"optim\.lr: what goes on keeps its settings"):
+        run_sweep(arguments, lambda data: None)
 
 
 @pytest.mark.parametrize(

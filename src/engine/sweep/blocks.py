@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from src.engine.config.rules import check_values
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
-from src.engine.sweep.points import Point
-from src.engine.sweep.runner import freeze_job
+from src.engine.sweep.points import Point, freeze_job
 from src.schema import SweepConfig
 
 if TYPE_CHECKING:

@@ -12,12 +12,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from src.engine.config.cluster import CODE
 from src.engine.config.combinations import check_combination
-from src.engine.config.compose import Command, compose_command, to_config
+from src.engine.config.compose import Command, compose_command, freeze, to_config
 from src.engine.config.resolve import resolve
 from src.engine.machine import hardware
-from src.engine.machine.files import write_text
+from src.engine.machine.files import claim_folder, write_text
 from src.engine.machine.secrets import hide
+from src.engine.record.jobs import Job, config_hash
 from src.schema import Config, SearchConfig
 
 
@@ -77,7 +79,19 @@ def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
     return Point(overrides, subdir, tree, config)
 
 
-def save_hydra_files(tree: DictConfig, folder: Path) -> None:
+def freeze_job(folder: Path, job: Job, point: Point) -> None:
+    """Write the job's config into a run folder of its own below the sweep's `folder`, unless it cannot run here."""
+    if point.reason:
+        job.status, job.reason = "skipped", point.reason
+        return
+    run_folder = claim_folder(folder / job.folder)  # hydra.sweep.subdir may name two jobs alike
+    job.folder = str(run_folder.relative_to(folder))
+    freeze(point.config, run_folder)
+    _save_hydra_files(point.tree, run_folder)
+    job.config_hash = config_hash(run_folder / "config.yaml")
+
+
+def _save_hydra_files(tree: DictConfig, folder: Path) -> None:
     """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
     hydra = OmegaConf.masked_copy(tree, ["hydra"])
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
@@ -90,6 +104,17 @@ def given(tree: DictConfig) -> list[str]:
     words = OmegaConf.to_container(tree.hydra.overrides.task)
     assert isinstance(words, list)
     return [str(word) for word in words]
+
+
+def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
+    """The keys that the command line gives of a sweep or search that goes on: of `keys`, or shell code, which is nowhere else.
+
+    Errors: ValueError for another one, which was frozen when it began.
+    """
+    said = {word.lstrip("+").partition("=")[0] for word in given(command.tree)}
+    if changed := sorted(said.difference(("sweep.resume", *keys, *(f"cluster.{key}" for key in CODE)))):
+        raise ValueError(f"{changed[0]}: what goes on keeps its settings (sweep.resume={folder}); leave it out")
+    return said
 
 
 def _product(command: Command) -> list[list[str]]:

@@ -10,18 +10,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from src.engine.config.compose import freeze, read_frozen
+from src.engine.config.compose import read_frozen
 from src.engine.machine import memory
-from src.engine.machine.files import claim_folder
 from src.engine.machine.lock import own
 from src.engine.machine.platform import STOP_SIGNALS
-from src.engine.record.jobs import Job, Jobs, config_hash, now
+from src.engine.record.jobs import Job, Jobs, now
 from src.engine.record.result import Result
 from src.engine.sweep.board import Board
 from src.engine.sweep.child import Child, Process, Watch
 from src.engine.sweep.devices import devices_here, least_bytes, need_of, places_in_queue, why_alone
 from src.engine.sweep.packing import Need, Packing
-from src.engine.sweep.points import Point, save_hydra_files
 from src.engine.sweep.submitted import SlurmQueue, Submitted
 
 POLL_SECONDS = 0.02
@@ -39,18 +37,6 @@ class Queue(Protocol):
 
     def ended(self, job: Job) -> None:
         """A job of this queue has ended, and says how; it is recorded afterwards."""
-
-
-def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write the job's config into a run folder of its own below the sweep's `folder`, unless it cannot run here."""
-    if point.reason:
-        job.status, job.reason = "skipped", point.reason
-        return
-    run_folder = claim_folder(folder / job.folder)  # hydra.sweep.subdir may name two jobs alike
-    job.folder = str(run_folder.relative_to(folder))
-    freeze(point.config, run_folder)
-    save_hydra_files(point.tree, run_folder)
-    job.config_hash = config_hash(run_folder / "config.yaml")
 
 
 class Runner:

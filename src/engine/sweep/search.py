@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.engine.config.cluster import CODE
 from src.engine.config.compose import Command
 from src.engine.config.resolve import resolve
 from src.engine.launch.slurm import JOB_ID, check_scheduler
@@ -25,8 +24,8 @@ from src.engine.machine.secrets import hide
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.devices import jobs_at_a_time
-from src.engine.sweep.points import Point, given
-from src.engine.sweep.runner import Runner, freeze_job, say_stopped
+from src.engine.sweep.points import Point, freeze_job, keys_that_may_change
+from src.engine.sweep.runner import Runner, say_stopped
 from src.engine.sweep.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
 from src.engine.sweep.study import Follower, ask, delete_study, open_study
 from src.engine.sweep.submitted import SlurmQueue
@@ -34,9 +33,6 @@ from src.schema import ClusterConfig
 
 if TYPE_CHECKING:  # its import takes a while, and only a search needs it
     import optuna
-
-# On the command line of a search that goes on; shell code is nowhere else.
-MAY_CHANGE = ("sweep.resume", "search", "search.n_trials", "search.n_jobs", *(f"cluster.{key}" for key in CODE))
 
 
 def start_search(command: Command, base: Point) -> int:
@@ -76,11 +72,7 @@ def resume_search(folder: Path, command: Command) -> int:
     """Go on with the search in `folder` until it has had its n_trials. Returns the exit code. Errors: ValueError."""
     config, _, _ = read_search(folder)
     check_scheduler(config.cluster)
-    keys = {item.lstrip("+").partition("=")[0] for item in given(command.tree)}
-    if changed := sorted(keys.difference(MAY_CHANGE)):
-        raise ValueError(
-            f"{changed[0]}: a search that goes on keeps its settings (sweep.resume={folder}); leave it out"
-        )
+    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs")
     now = command.config.search
     n_trials = now.n_trials if "search.n_trials" in keys else config.search.n_trials
     n_jobs = now.n_jobs if "search.n_jobs" in keys else config.search.n_jobs

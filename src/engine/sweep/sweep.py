@@ -15,7 +15,7 @@ from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
 from src.engine.sweep.board import show_points
 from src.engine.sweep.devices import jobs_at_a_time
-from src.engine.sweep.points import expand, given
+from src.engine.sweep.points import Point, expand, keys_that_may_change
 from src.engine.sweep.runner import Runner, say_stopped
 from src.engine.sweep.space import FROZEN
 from src.schema import Config, DataConfig
@@ -38,23 +38,7 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     if settings.dry_run:
         show_points(points, training_size)
         return 0
-    if earlier is not None:
-        jobs = reopen(earlier)
-        most = jobs_of_resumed(jobs, command)
-        configs: list[Config] = [read_frozen(earlier / job.folder) for job in jobs.jobs if job.status == "waiting"]
-        for config in configs:
-            config.cluster = with_code(config.cluster, command.config.cluster)
-    else:
-        if all(point.reason for point in points):
-            raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
-        check_blocks(points, settings)
-        if settings.repeats == "auto" and command.config.cluster.scheduler != "local":
-            raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
-        configs = [point.config for point in points if not point.reason]
-        most = jobs_at_a_time("sweep.jobs", settings.jobs, configs, command.config)
-        check_scheduler(command.config.cluster)
-        folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
-        jobs = freeze_jobs(folder, points, settings)
+    jobs, most, configs = _new(command, points) if earlier is None else _reopened(earlier, command)
     if configs and configs[0].cluster.scheduler == "slurm":
         from src.engine.sweep.array import submit_array
 
@@ -62,26 +46,38 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     return Sweep(jobs, most).run()
 
 
-def reopen(folder: Path) -> Jobs:
+def _new(command: Command, points: list[Point]) -> tuple[Jobs, int | None, list[Config]]:
+    """A sweep with all of its jobs frozen, how many run at a time, and their configs."""
+    settings = command.config.sweep
+    if all(point.reason for point in points):
+        raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
+    check_blocks(points, settings)
+    if settings.repeats == "auto" and command.config.cluster.scheduler != "local":
+        raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
+    configs = [point.config for point in points if not point.reason]
+    most = jobs_at_a_time("sweep.jobs", settings.jobs, configs, command.config)
+    check_scheduler(command.config.cluster)
+    folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
+    return freeze_jobs(folder, points, settings), most, configs
+
+
+def _reopened(folder: Path, command: Command) -> tuple[Jobs, int | None, list[Config]]:
     """An earlier sweep, with what is missing or failed to be run (again); frozen configs stay as they were."""
+    keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
-    for job in jobs.jobs:
-        if job.status in UNFINISHED or job.status in FAILED:
-            config = folder / job.folder / "config.yaml"
-            if not config.exists():
-                raise ValueError(f"{config}: missing, so this job cannot be resumed; start the sweep anew")
-            job.status, job.reason, job.started, job.ended, job.seconds = "waiting", "", None, None, None
+    again = [job for job in jobs.jobs if job.status in (*UNFINISHED, *FAILED)]
+    configs: list[Config] = []
+    for job in again:
+        config = folder / job.folder / "config.yaml"
+        if not config.exists():
+            raise ValueError(f"{config}: missing, so this job cannot be resumed; start the sweep anew")
+        job.status, job.reason, job.started, job.ended, job.seconds = "waiting", "", None, None, None
+        configs.append(read_frozen(config.parent))
+        configs[-1].cluster = with_code(configs[-1].cluster, command.config.cluster)
     jobs.status = "running"
-    return jobs
-
-
-def jobs_of_resumed(jobs: Jobs, command: Command) -> int | None:
-    """`sweep.jobs` as the command line says now, else as the sweep was started with."""
-    waiting = [job for job in jobs.jobs if job.status == "waiting"]
-    configs = [read_frozen(jobs.folder / job.folder) for job in waiting[:1]]
-    said_now = any(word.startswith("sweep.jobs=") for word in given(command.tree))
-    asked = command.config.sweep.jobs if said_now or not configs else configs[0].sweep.jobs
-    return jobs_at_a_time("sweep.jobs", asked, configs, configs[0] if configs else command.config)
+    first = configs[0] if configs else command.config
+    asked = command.config.sweep.jobs if "sweep.jobs" in keys else first.sweep.jobs
+    return jobs, jobs_at_a_time("sweep.jobs", asked, configs, first), configs
 
 
 class Sweep:
