@@ -6,12 +6,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
 from src.engine.config.compose import read_frozen
-from src.engine.machine import memory
+from src.engine.machine import hardware, memory
 from src.engine.machine.lock import own
 from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.record.jobs import Job, Jobs, now
@@ -28,6 +29,8 @@ LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
 
 class Queue(Protocol):
     """Where jobs come from: a sweep has them all, a search asks for the next trial."""
+
+    needed_at_end: Sequence[str]  # modules that take a second to import: the first job meanwhile imports torch
 
     def waiting(self) -> Sequence[Job]:
         """Frozen jobs that may start now. Asked again when one has started or ended; empty and nothing under way: done."""
@@ -76,11 +79,14 @@ class Runner:
     def run(self, queue: Queue) -> None:
         """Until the queue has no more jobs, or a signal has ended those under way."""
         self._say_if_alone(queue)
+        early = list(queue.needed_at_end) if hardware.cores() > 1 else []  # on one core nothing is saved
         while True:
             while self.stopped_by is None and self._may_start:
                 self._may_start = self._start_next(queue)
             if not self._children:
                 return
+            while early:
+                import_module(early.pop())
             time.sleep(POLL_SECONDS)
             self._board.update()
             self._look_at_memory()

@@ -13,6 +13,7 @@ import math
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,8 @@ def resume_search(folder: Path, command: Command) -> int:
 
 class Search:
     """A queue of trials: asks for one when there is room for it, tells how it ended. Trial number and job id are the same."""
+
+    needed_at_end: Sequence[str] = ("src.engine.sweep.search_page", "optuna.visualization.matplotlib")
 
     def __init__(
         self, jobs: Jobs, study: optuna.Study, n_trials: int, most: int | None, command: ClusterConfig

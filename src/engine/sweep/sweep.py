@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ class Sweep:
         """`most`: jobs at a time; None: as many as there are devices for."""
         self.jobs, self.most = jobs, most
         self.settings = read_frozen(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
+        # Of a sweep whose jobs are timed, it may be the first one's start that is compared.
+        self.needed_at_end: Sequence[str] = (
+            () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
+        )
 
     def waiting(self) -> list[Job]:
         """Of `sweep.repeats=auto`, once all have ended, also of a further block as long as one is wanted."""
