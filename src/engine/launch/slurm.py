@@ -65,3 +65,169 @@ def sbatch(script: Path) -> str:
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False, env=outside
     )
+    if done.returncode != 0:
+        raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def check_scheduler(cluster: ClusterConfig) -> None:
+    """Refuse where a job cannot be submitted from here."""
+    if cluster.scheduler == "slurm" and cluster.submit and shutil.which("sbatch") is None:
+        raise ValueError("cluster=slurm: no sbatch here; log in where Slurm is, or set cluster.submit=false")
+
+
+def queued_job(folder: Path) -> str | None:
+    """The id of the job that this run folder belongs to while it is queued or runs."""
+    if not (folder / JOB_ID).exists() or shutil.which("squeue") is None:
+        return None
+    job = (folder / JOB_ID).read_text(encoding="utf-8").strip()
+    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
+    return job if done.returncode == 0 and done.stdout.strip() else None
+
+
+def jobs_in_queue() -> dict[str, str]:
+    """This user's jobs that wait or run: the path of the script of each -> its id. ValueError: Slurm does not answer."""
+    command = ["squeue", "--me", "--noheader", "--format=%i %o"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise ValueError("squeue: no answer for a minute") from None
+    if done.returncode != 0:
+        raise ValueError(f"squeue: {' '.join(done.stderr.split())}")
+    pairs = (line.strip().partition(" ") for line in done.stdout.splitlines())
+    return {script: job for job, _, script in pairs}
+
+
+def cancel(job: str) -> None:
+    """It saves and leaves; nothing happens to one that has ended."""
+    subprocess.run(["scancel", job], capture_output=True, check=False)
+
+
+def state_of(job: str) -> str:
+    """As `scontrol show job` names it; empty once Slurm has forgotten the job, minutes after its end."""
+    try:
+        return _facts(job)["JobState"]
+    except ValueError:
+        return ""
+
+
+def job_script(config: Config, folder: Path) -> str:
+    """The whole of job.sbatch."""
+    folder = folder.resolve()
+    return script_of(config, f"{folder}/config.yaml", folder / "logs" / "slurm.log", shlex.quote(str(folder)))
+
+
+def script_of(
+    config: Config,
+    what: str,
+    log: Path,
+    folder: str,
+    *,
+    array: str | None = None,
+    before: str = "",
+    job: str = '"$SLURM_JOB_ID"',
+    after: str = "",
+) -> str:
+    """A script that runs the run folder `folder`, a word of bash which `before` may set; `job` is what it requeues.
+
+    `array`: as sbatch takes it, with `%a` for the task in the name of the `log`. `after` runs when it is not requeued.
+    """
+    cluster = config.cluster
+    place, name = str(log.parent).replace("%", "%%"), log.name  # Slurm reads % as the beginning of a pattern
+    options: dict[str, object] = {
+        "job-name": config.task_name,
+        "array": array,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cluster.cpus,
+        "gpus-per-node": cluster.gpus or None,
+        "gres": cluster.gres,
+        "mem": cluster.memory,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "signal": f"USR1@{cluster.signal_seconds}",
+        "chdir": ROOT,
+        "output": f"{place}/{name if array else name.replace('%', '%%')}",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    per_task = (
+        f" --cpus-per-task={cluster.cpus}" if cluster.cpus else ""
+    )  # srun does not take it over since Slurm 22.05
+    command = shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.launch.node"])
+    return f"""#!/bin/bash
+# Runs {what}; submit it again with sbatch, and it goes on in the same folder.
+{chr(10).join([*lines, "#SBATCH --requeue", *cluster.extra])}
+
+{cluster.setup or "# cluster.setup would stand here"}
+
+export PYTHONPATH={_quoted(ROOT)}
+{before + chr(10) if before else ""}srun --ntasks-per-node=1{per_task} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
+    {command} {folder}
+code=$?
+
+# {WARNED}: the time is nearly up, and a checkpoint is saved. {NODE_LOST}: a node was lost after progress was made.
+if [ $code -eq {WARNED} ] || [ $code -eq {NODE_LOST} ]; then
+    scontrol requeue {job} && sleep 120 # Slurm ends this shell meanwhile
+fi
+{after + chr(10) if after else ""}exit $code
+"""
+
+
+def place_of_step(node: int, nodes: int) -> Place:
+    """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it."""
+    names = _scontrol("show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
+    words = _scontrol("show", "node", names[0], "--oneliner").split()
+    address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), names[0])
+    try:
+        found = ipaddress.ip_address(socket.gethostbyname(address))
+    except OSError as error:
+        raise ValueError(f"NodeAddr={address} of {names[0]}: cannot be resolved on {host_name()} ({error})") from None
+    if found.is_loopback and not address.startswith("127."):
+        raise ValueError(
+            f"NodeAddr={address} of {names[0]}: resolves to {found} on {host_name()}, which no other node can reach; "
+            "mend /etc/hosts there, or give Slurm an address"
+        )
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    return Place(node, nodes, str(found), FIRST_PORT + (job * 16 + step) % PORTS)
+
+
+def wait_for(job: str) -> int:
+    """Until the job has ended, requeued or not; its exit code, as Slurm's accounting of recent jobs tells it."""
+    import time
+
+    while True:
+        facts = _facts(job)
+        if facts["JobState"] in (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+            "OUT_OF_MEMORY",
+            "DEADLINE",
+        ):
+            code, _, number = facts["ExitCode"].partition(":")
+            return int(code) or (128 + int(number) if number != "0" else int(facts["JobState"] != "COMPLETED"))
+        time.sleep(1)
+
+
+def _facts(job: str) -> dict[str, str]:
+    words = _scontrol("show", "job", job, "--oneliner").split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _scontrol(*words: str) -> str:
+    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"scontrol {shlex.join(words)}: {' '.join((done.stderr or done.stdout).split())}")
+    return done.stdout
+
+
+def _quoted(value: object) -> str:
+    """One line, for bash and for sbatch, which reads its own lines by the same rules."""
+    text = str(value)
+    if not text.isprintable():
+        raise ValueError(f"{text!r}: a job's file takes one line of text for each value")
+    return shlex.quote(text)
