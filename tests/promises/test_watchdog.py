@@ -184,6 +184,23 @@ def test_a_late_store_is_no_proof_against_a_node(monkeypatch: pytest.MonkeyPatch
     assert first.silent_node() is None
 
 
+def test_no_thread_is_inside_the_store_when_a_rank_has_come_to_its_end(tmp_path: Path) -> None:
+    """One that is, while the interpreter shuts down, aborts the process: a run that is done would be lost."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(Board):
+        def set(self, key: str, value: str) -> None:
+            inside.set()
+            leave.wait(10)
+
+    heartbeats = Heartbeats(Ranks(0, 2, 0, 2), Slow(), tmp_path)  # type: ignore[arg-type]
+    heartbeats.start()
+    assert inside.wait(10)
+    threading.Timer(0.3, leave.set).start()
+    heartbeats.close()
+    assert "heartbeats" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_the_first_failure_is_the_first_to_arrive_whatever_the_clocks_say(tmp_path: Path) -> None:
     for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
         record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}

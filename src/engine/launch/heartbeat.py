@@ -67,14 +67,19 @@ class Heartbeats:
     _nodes: dict[int, Heartbeat] = field(default_factory=dict)  # of each other node, the heartbeat of its first rank
     _moved_at: dict[int, float] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
     _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each rank, and when they last moved
 
     def start(self) -> None:
         if self.store is not None:
-            threading.Thread(target=self._talk, name="heartbeats", daemon=True).start()
+            self._thread = threading.Thread(target=self._talk, name="heartbeats", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
+        """A thread inside the store while the interpreter shuts down would abort the process."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=TOLD)
 
     def mine(self) -> Heartbeat:
         ranks = self.ranks

@@ -62,7 +62,6 @@ class Watchdog:
         return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
-        """A thread inside the store while the interpreter shuts down would abort the process."""
         self._over.set()
         self.heartbeats.close()
         self._thread.join(timeout=ANSWER)
