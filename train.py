@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any, NoReturn
 
+from src.engine.machine.process import leave
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import hide, mask
 from src.run import run
@@ -132,4 +133,4 @@ def _hydra_habits(arguments: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())  # under torchrun, this is a rank

@@ -91,6 +91,15 @@ def test_make_train_starts_and_says_what_it_leaves_out(
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
 
+def test_a_sweep_says_it_too_once_for_all_of_its_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_of(monkeypatch, 6)
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"])
+    assert train.main() == 0
+    assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
+
+
 @pytest.mark.parametrize(
     ("batch", "count", "used", "nearest"),
     [(96, 6, 6, None), (61, 4, 1, "60, 64"), (6, 8, 6, "8"), (64, 7, 4, "63, 70"), (66, 4, 3, "64, 68")],

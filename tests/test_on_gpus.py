@@ -308,6 +308,15 @@ def test_deterministic_training_uses_nothing_else_and_trains(tmp_path: Path) -> 
     training.close()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.usefixtures("deterministic_here", "three_gpus")
+def test_a_gpu_tries_kernels_out_unless_it_must_be_deterministic(deterministic: bool) -> None:
+    if deterministic:
+        use_deterministic_algorithms()
+    on_gpus(devices=3)
+    assert torch.backends.cudnn.benchmark == (not deterministic)
+
+
 @pytest.mark.usefixtures("deterministic_here")
 def test_an_operation_without_a_deterministic_algorithm_is_named(tmp_path: Path) -> None:
     use_deterministic_algorithms()

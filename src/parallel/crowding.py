@@ -24,7 +24,7 @@ from src.engine.machine import hardware
 
 LOOK_SECONDS = 1.0
 CROWDED, CALM = 0.5, 0.3  # seconds per second that the threads of this process wait for a core
-CALM_LOOKS = 3  # one after the other, before the threads spin again
+CROWDED_LOOKS, CALM_LOOKS = 2, 3  # one after the other, before the threads sleep, and before they spin again
 USERS_OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -61,14 +61,14 @@ class Crowding(threading.Thread):
         self._waited, self._look_seconds = waited, look_seconds
 
     def run(self) -> None:
-        calm, before, looked_at = 0, self._waited(), time.monotonic()
+        crowded, calm, before, looked_at = 0, 0, self._waited(), time.monotonic()
         while True:
             time.sleep(self._look_seconds)
             waited, now = self._waited(), time.monotonic()
             share = (waited - before) / (now - looked_at)
             before, looked_at = waited, now
-            calm = calm + 1 if share < CALM else 0
-            if share > CROWDED and not self.idle:
+            crowded, calm = crowded + 1 if share > CROWDED else 0, calm + 1 if share < CALM else 0
+            if crowded >= CROWDED_LOOKS and not self.idle:
                 self.idle = [IdleTeam() for _ in range(self.teams_wanted)]
             elif calm >= CALM_LOOKS:
                 while self.idle:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from src.engine.machine.gpu_state import GpuStates
-from src.engine.machine.hardware import visible_cuda_devices
+from src.engine.machine.hardware import cpu_model, visible_cuda_devices
 from src.engine.machine.nvidia import Utilisation
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
@@ -49,7 +49,8 @@ class Single:
         self._states: GpuStates | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.backends.cudnn.benchmark = True  # batches keep their shape, so each kernel is chosen once
+            # Batches keep their shape, so each kernel is chosen once; by trying, so not the same one in every run.
+            torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
             self._utilisation = Utilisation([uuids.get(device.index) for device in self.devices])
             self._states = GpuStates([uuids[d.index] for d in self.devices if uuids.get(d.index)])
@@ -62,6 +63,11 @@ class Single:
     def backend(self) -> str | None:
         """The process group's backend; None without a group."""
         return None
+
+    @property
+    def kind_of_device(self) -> str:
+        """What computes here: two kinds may round differently."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
 
     def _choose_devices(self) -> list[torch.device]:
         self._refuse_blind_torch()

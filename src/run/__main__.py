@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from src.engine.launch.rank import main
+from src.engine.machine.process import leave
 from src.run import run
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), run))
+    leave(main(Path(sys.argv[1]), run))

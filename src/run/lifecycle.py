@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -66,6 +67,9 @@ class Training:
         self.run = build(config, self.strategy, ranks.local_world_size)
         self.state = self.run.state
         self.saved_at = time.monotonic()
+        self.on_close = ExitStack()
+        for loader in (self.run.train, *self.run.evaluation.values()):
+            self.on_close.callback(loader.close)
 
     @property
     def progress(self) -> Progress:
@@ -80,6 +84,7 @@ class Training:
         show_banner(run, self.folder)
         with Console(strategy.is_first, run.total_steps, self.progress.step) as self.console:
             self.recorder = Recorder(self.folder, strategy.is_first, self.console, self.progress.step)
+            self.on_close.callback(self.recorder.close)
             stop_handler.request = strategy.stopping.request
             try:
                 while not self.is_finished():
@@ -97,8 +102,8 @@ class Training:
         strategy.close()
 
     def close(self) -> None:
-        for loader in (self.run.train, *self.run.evaluation.values()):
-            loader.close()
+        """Leave nothing unwritten and nobody waiting, whatever has happened."""
+        self.on_close.close()
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint that rank 0 has; the others receive what it holds."""
@@ -206,7 +211,6 @@ class Training:
     def stop(self) -> NoReturn:
         """Save where we are, which may be between two boundaries or before an epoch's evaluation, and leave."""
         self.save(is_best=False)
-        self.recorder.close()
         number = self.strategy.stopping.signal
         assert number is not None
         log.info("saved at step %d", self.progress.step)

@@ -22,6 +22,7 @@ from src.engine.record.console import banner
 from src.engine.record.result import Result
 from src.models.build import count_parameters
 from src.run.build import Run
+from src.run.drift import hash_at_end
 from src.run.figures import figures
 from src.schema import ResolvedConfig
 from src.training.profile import told
@@ -88,11 +89,10 @@ def _facts(run: Run, folder: Path) -> dict[str, str]:
 
 
 def make_result(run: Run, folder: Path, proof: Proof) -> Result:
-    """The result of a finished run. Collective; raises RuntimeError when the ranks have drifted apart."""
+    """The result of a finished run. Collective; raises RuntimeError when the ranks were not trained alike."""
     config, strategy, step, meter = run.config, run.strategy, run.state.progress.step, run.moments.meter
-    digest, equal = strategy.parameters_hash(run.state.model)
-    if not equal:
-        raise RuntimeError("the ranks end with different parameters: gradients were not synchronised")
+    digest, drifted = hash_at_end(run.state.model, strategy)
+    measured = figures(run)
     state_bytes = strategy.gather(_state_bytes(run.state.optimizer))
     result = Result(
         status="done",
@@ -117,7 +117,7 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
         train={"loss": run.train_loss},
         val=run.numbers["val"],
         test=run.numbers.get("test", {}),
-        **figures(run),
+        **(measured | {"flags": measured["flags"] + drifted}),
         memory=strategy.memory(),
         started=datetime.fromtimestamp(_started()).astimezone().isoformat(timespec="seconds"),
         commit=_commit(folder),
@@ -127,7 +127,7 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
         checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
         proof={
             "parameters_hash_start": proof.parameters_hash,
-            "hashes_equal": equal,
+            "hashes_equal": not drifted,
             "chunk_sizes": strategy.chunk_sizes(config.global_batch),
             "optimizers": sum(strategy.gather(_count_optimizers())),
             "optimizer_state_bytes": state_bytes,

@@ -20,6 +20,15 @@ def cores() -> int:
 
 
 @cache
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@cache
 def cuda() -> Driver:
     """What the CUDA driver says; asked once, as torch asks it once."""
     return Driver.ask(torch_build("cuda"))

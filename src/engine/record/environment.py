@@ -39,7 +39,11 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain")),
         "libraries": {name: _version(name) for name in LIBRARIES},
-        "cpu": {"model": _cpu_model(), "cores": hardware.cores(), "memory_bytes": psutil.virtual_memory().total},
+        "cpu": {
+            "model": hardware.cpu_model(),
+            "cores": hardware.cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
         "devices": [dataclasses.asdict(device) for device in devices],
         "driver": nvidia.driver_version(),
         "cuda": hardware.torch_build("cuda"),
@@ -67,14 +71,6 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def topology() -> str | None:

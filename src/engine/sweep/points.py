@@ -6,7 +6,7 @@ found an hour late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from src.engine.config.cluster import CODE
 from src.engine.config.combinations import check_combination
 from src.engine.config.compose import Command, compose_command, freeze, to_config
-from src.engine.config.resolve import resolve
+from src.engine.config.resolve import remarks, resolve
 from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.machine.secrets import hide
@@ -32,6 +32,7 @@ class Point:
     tree: DictConfig  # as composed, with `hydra`
     config: Config  # resolved, unless it cannot run here
     reason: str = ""  # why it cannot run here; empty when it can
+    remarks: list[str] = field(default_factory=list)  # what `auto` has decided for it
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
@@ -62,7 +63,8 @@ def settle(point: Point) -> None:
     """Resolve the point's config for this machine, or note why it cannot run here."""
     try:
         check_combination(point.config)
-        point.config = resolve(point.config)
+        asked, point.config = point.config, resolve(point.config)
+        point.remarks = remarks(asked, point.config)
     except ValueError as error:
         point.reason = hide(str(error))
 

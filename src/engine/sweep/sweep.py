@@ -29,6 +29,8 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     Errors: ValueError before any job has started.
     """
     command, points = expand(arguments)
+    for line in dict.fromkeys(line for point in points for line in point.remarks):
+        print(line, flush=True)
     settings = command.config.sweep
     earlier = None if settings.resume is None else Path(settings.resume)
     if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):

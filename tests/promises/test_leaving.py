@@ -1,0 +1,73 @@
+"""A rank that fails leaves with its code, all that it recorded on disk, and waits for nobody on the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import read_lines, resolved
+
+from src.engine.machine.process import leave
+from src.engine.machine.ranks import Ranks
+from src.engine.record.recorder import Recorder
+from src.run import lifecycle
+
+# As a failed rank: a group of torch's, whose backend is said to be BACKEND, and a destructor that waits for ever.
+FAILED = """
+import atexit, os, threading
+import torch.distributed as dist
+from src.engine.machine.process import leave
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if "BACKEND" != "gloo":
+    dist.get_backend = lambda: "BACKEND"
+class Communicators:
+    def __del__(self, write=os.write, wait=threading.Event().wait):
+        write(1, b"destructor\\n")
+        wait(BLOCKS)
+communicators = Communicators()
+atexit.register(print, "exit handler", flush=True)
+print("last words", flush=True)
+leave(CODE)
+"""
+
+
+def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
+    script = FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout.split("\n")[:-1]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(100)
+def test_a_failed_rank_of_nccl_does_not_wait_in_destructors() -> None:
+    assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
+    assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
+    assert left("gloo", 1, blocks=0) == (1, ["last words", "exit handler", "destructor"])
+
+
+def test_a_process_without_a_group_leaves_as_any_does() -> None:
+    for code in (0, 1):
+        with pytest.raises(SystemExit) as error:
+            leave(code)
+        assert error.value.code == code
+
+
+def test_a_failed_run_closes_what_it_records_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's thread has a queue, which is lost where a process leaves at once."""
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1")
+    closed: list[int] = []
+    close = Recorder.close
+
+    def fails(self: lifecycle.Training) -> None:
+        assert not closed
+        raise RuntimeError("the accident of this test")
+
+    monkeypatch.setattr(lifecycle.Training, "end_epoch", fails)
+    monkeypatch.setattr(Recorder, "close", lambda self: (close(self), closed.append(1)))
+    with pytest.raises(RuntimeError, match="accident"):
+        lifecycle.run(config, tmp_path, Ranks(), None)
+    assert closed == [1]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))

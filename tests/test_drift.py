@@ -1,0 +1,47 @@
+"""Ranks that end apart: a fault where their devices are alike; where they are not, the run keeps its weights and says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks, resolved
+from torch import nn
+from torch.distributed import PrefixStore
+
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
+from src.parallel.distributed import Distributed
+from src.run.drift import hash_at_end
+
+
+def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[str, list[str]] | str:
+    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+    strategy = build_strategy(config.parallel, ranks, PrefixStore(f"{kinds} {apart}", store))
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40)
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.weight += apart * model.weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Distributed, "kind_of_device", kinds[ranks.rank])
+        try:
+            return hash_at_end(model, strategy)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            strategy.close()
+
+
+def three_ends(ranks: Ranks, store: Any) -> list[Any]:
+    alike, unlike = ["H100", "H100"], ["H100", "A100"]
+    return [at_end(ranks, store, *case) for case in ((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5))]
+
+
+def test_unlike_devices_drift_and_like_ones_must_not() -> None:
+    for equal, fault, drifted in in_ranks(three_ends, 2):
+        assert equal[1] == []
+        assert fault == "the ranks end with different parameters: gradients were not synchronised"
+        assert len(drifted[1]) == 1 and drifted[0] == equal[0], "rank 0's, which the checkpoints hold"
+        assert "A100, H100" in drifted[1][0] and "by 4.9e-06 of" in drifted[1][0]
