@@ -28,12 +28,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.sweep": {"schema", "engine.machine", "engine.record", "engine.config", "engine.launch", "engine.report"},
 }
 FRONT = {"schema", "engine.machine", "engine.record"}
+STARTED_BY = {"engine.config", "engine.launch.rank", "engine.launch.leaving"}  # the engine, as a rank sees it
 MAY_IMPORT |= {
     "data": FRONT,
     "parallel": FRONT,
     "models": FRONT | {"data"},  # what the images are decides head and channels
     "training": FRONT | {"data", "parallel"},  # the loop speaks to the strategy that it is given
-    "run": FRONT | {"data", "parallel", "models", "training", "trained", "engine.config", "engine.launch.rank"},
+    "run": FRONT | {"data", "parallel", "models", "training", "trained"} | STARTED_BY,
     "trained": FRONT | {"data", "parallel", "models", "training", "engine.config"},
 }
 BY_HAND = (

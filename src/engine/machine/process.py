@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -30,27 +28,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process, which may be a rank. Whatever it had to write down is written.
-
-    A rank of NCCL's that has failed, or was stopped, goes at once after Python's own exit handlers: the destructors of its
-    communicators and of CUDA may wait for ranks that never answer, where no watchdog looks any more. Gloo's do not wait,
-    and those that end well have left their group before.
-    """
-    if code and _is_in_group_of("nccl"):
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def _is_in_group_of(backend: str) -> bool:
-    """Whether this process has a process group of torch's; a process without torch has none."""
-    torch = sys.modules.get("torch.distributed")
-    return torch is not None and torch.is_available() and torch.is_initialized() and backend in torch.get_backend()
 
 
 def process_started_at(pid: int) -> float:
