@@ -7,10 +7,10 @@ PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock schema fork clean
+.PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock schema docs-figures fork clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 doctor: $(VENV)/runtime ## looks at this machine: the command to begin with, or what to mend
 	$(BIN)/python scripts/doctor.py $(ARGS)
@@ -58,6 +58,9 @@ lock: $(VENV)/development ## requirements.lock anew from requirements.txt: every
 
 schema: $(VENV)/runtime ## conf/schema.json anew, for editors, after src/schema.py has changed
 	$(BIN)/python scripts/maintain/schema.py
+
+docs-figures: $(VENV)/runtime ## the figures of docs/ anew, the report's from a sweep that runs now (ARGS=<sweep folder>)
+	$(BIN)/python scripts/maintain/docs_figures.py $(ARGS)
 
 fork: ## this clone becomes your project (NAME=my_project HOLDER="Ada Example" DROP_DEMO=1)
 	$(PYTHON) scripts/maintain/fork.py "$(NAME)" $(if $(HOLDER),--holder "$(HOLDER)") $(if $(DROP_DEMO),--drop-demo)

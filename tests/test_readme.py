@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from scripts.maintain import docs_figures
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
 from src.engine.sweep.points import expand
@@ -95,18 +96,43 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
 
 
-def test_both_languages_are_in_step() -> None:
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
-    for text in (english, chinese):
-        assert len(links_of(text)) > 8
-    shown = re.compile(r"^(?:make|python|torchrun|tensorboard) .*$", re.MULTILINE)
-    commands = [[line.partition("#")[0].rstrip() for line in shown.findall(text)] for text in (english, chinese)]
-    assert commands[0] == commands[1] and len(commands[0]) > 10
+@pytest.mark.parametrize(
+    ("first", "second"), [("README.md", "README.zh-CN.md"), ("docs/dp_and_ddp.md", "docs/dp_and_ddp.zh-CN.md")]
+)
+def test_both_languages_are_in_step(first: str, second: str) -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in (first, second))
+    shown = re.compile(r"^(?:make|python|torchrun|tensorboard) .*$|`((?:make|python|nvidia-smi) [^`]+)`", re.MULTILINE)
+    commands = [
+        [(found[1] or found[0]).partition("#")[0].rstrip() for found in shown.finditer(text)]
+        for text in (english, chinese)
+    ]
+    assert commands[0] == commands[1] and len(commands[0]) > 4
     headings = [[len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)] for text in (english, chinese)]
     assert headings[0] == headings[1]
-    assert set(links_of(english)) - {"README.zh-CN.md"} == set(links_of(chinese)) - {"README.md"}
-    trees = [text.split("train.py                 entry")[1].split("```")[0] for text in (english, chinese)]
+    rows = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
+    assert rows[0] == rows[1]
+    links = [
+        {link.replace(".en.", ".").replace(".zh-CN.", ".") for link in links_of(text)} for text in (english, chinese)
+    ]
+    assert links[0] == links[1] and len(links[0]) > 2
+    code = [re.findall(r"`([\w./=]+)`", text) for text in (english, chinese)]
+    assert sorted(code[0]) == sorted(code[1])
+
+
+def test_trees_of_both_languages_are_the_same() -> None:
+    trees = [
+        (ROOT / name).read_text(encoding="utf-8").split("train.py                 entry")[1].split("```")[0]
+        for name in ("README.md", "README.zh-CN.md")
+    ]
     assert trees[0] == trees[1]
+
+
+@pytest.mark.parametrize("language", list(docs_figures.WORDS))
+def test_the_drawing_of_a_step_is_what_its_code_draws(language: str) -> None:
+    """`make docs-figures` was run since the code changed."""
+    assert (docs_figures.FIGURES / f"step.{language}.svg").read_text(encoding="utf-8") == docs_figures.draw_step(
+        language
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 RECIPES = ("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a3", "imagenet_vit_small")
-FIGURES = ("docs/benchmarks.md", "docs/figures")
+FIGURES = ("docs/benchmarks.md", "docs/figures/report.svg")
 OLD_NAME = "timm-parallel"
 NAMED = (
     "Dockerfile",
@@ -79,7 +79,7 @@ def _drop_demo(root: Path) -> None:
     for path in FIGURES:
         if (root / path).exists():
             _git(root, "rm", "-rq", path)
-    gone = re.compile("|".join([*RECIPES, *(re.escape(path) for path in ("benchmarks.md", "figures/"))]))
+    gone = re.compile("|".join([*RECIPES, *(re.escape(path.removeprefix("docs/")) for path in FIGURES)]))
     for page in [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]:
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
         page.write_text("".join(line for line in lines if not gone.search(line)), encoding="utf-8")
