@@ -151,3 +151,25 @@ def test_command_runs(arguments: str, tmp_path: Path) -> None:
     command = [sys.executable, *shlex.split(arguments), *small, f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
+
+
+BATCH_PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
+PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", BATCH_PAGE, re.MULTILINE)
+
+
+def test_the_page_on_batches_has_its_tables() -> None:
+    assert len(PLANS) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "table"), PLANS)
+def test_the_tables_of_the_page_on_batches_are_those_of_the_plan(arguments: str, table: str) -> None:
+    from scripts.plan import split_counts
+    from src.run.plan import plan
+
+    shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
+    overrides, counts = split_counts(shlex.split(arguments))
+    assert [row[0] for row in shown] == counts
+    for row, one in zip(shown, plan(overrides, counts), strict=True):
+        planned = [one.batch_size, one.batch_size_per_device, one.dropped_per_epoch, one.steps, one.learning_rate]
+        assert row[1:] == pytest.approx(planned)
