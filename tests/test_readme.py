@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -162,14 +163,13 @@ def test_the_page_on_batches_has_its_tables() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
 def test_the_tables_of_the_page_on_batches_are_those_of_the_plan(arguments: str, table: str) -> None:
-    from scripts.plan import split_counts
-    from src.run.plan import plan
-
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
-    overrides, counts = split_counts(shlex.split(arguments))
-    assert [row[0] for row in shown] == counts
-    for row, one in zip(shown, plan(overrides, counts), strict=True):
-        planned = [one.batch_size, one.batch_size_per_device, one.dropped_per_epoch, one.steps, one.learning_rate]
-        assert row[1:] == pytest.approx(planned)
+    command = [sys.executable, "scripts/plan.py", *shlex.split(arguments), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    columns = ("devices", "batch_size", "batch_size_per_device", "dropped_per_epoch", "steps", "learning_rate")
+    planned = [[one[column] for column in columns] for one in json.loads(done.stdout)]
+    assert [pytest.approx(row) for row in planned] == shown
