@@ -11,8 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ DRAWING = """
 .arrow { stroke: var(--ink); stroke-width: 1.2; fill: none; marker-end: url(#head) } .both { marker-start: url(#head) }
 .head { fill: var(--ink) }
 """
-WORDS = {
+WORDS: dict[str, dict[str, Any]] = {
     "en": {
         "dp": "DataParallel: one process, a thread per device",
         "ddp": "DistributedDataParallel: a process per device",
@@ -126,7 +128,7 @@ def draw_step(language: str) -> str:
     return framed(WIDTH, 500, head + "\n".join(drawing.parts), TEXT + DRAWING)
 
 
-def draw_dp(drawing: Drawing, words: dict[str, object], top: float) -> None:
+def draw_dp(drawing: Drawing, words: Mapping[str, object], top: float) -> None:
     columns = [("scatter", 90), ("replicate", 90), ("forward", 96), ("gather", 74), ("loss", 68), ("backward", 140)]
     columns += [("reduce", 114), ("step", 86)]
     others = {"scatter": "chunk", "replicate": "replica", "reduce": "send", "loss": "idle", "step": "dropped"}
@@ -149,7 +151,7 @@ def draw_dp(drawing: Drawing, words: dict[str, object], top: float) -> None:
             x += width
 
 
-def draw_ddp(drawing: Drawing, words: dict[str, object], top: float) -> None:
+def draw_ddp(drawing: Drawing, words: Mapping[str, object], top: float) -> None:
     lane_height, before_buckets = 62, 68
     columns = (("read", 90), ("forward", 96), ("own_loss", 68), ("backward", 160))
     for lane in range(3):
