@@ -86,10 +86,19 @@ def links_of(text: str) -> list[str]:
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
 
 
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in links_of(page.read_text(encoding="utf-8")):
-        assert (page.parent / link.partition("#")[0]).exists(), link
+        name, _, place = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
