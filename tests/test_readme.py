@@ -101,6 +101,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_targets_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    scripts = re.findall(r"python (scripts/[\w/]+\.py)((?: +--[\w-]+(?: [\w.,]+)?)*)", text)
+    for script, options in scripts:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'"{option}"' in source, (script, option)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+
+
 def test_the_readme_is_short_enough_to_be_read() -> None:
     """A screen and a half: what does not fit has its page in docs/."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
