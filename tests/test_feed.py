@@ -56,7 +56,13 @@ def test_the_last_smaller_batch_of_an_epoch_fits() -> None:
     for size in (4, 4, 3, 4, 1, 4):
         images = torch.randint(0, 256, (size, 3, 8, 8), dtype=torch.uint8)
         assert torch.equal(feed((images, torch.zeros(size)))[0], images.float())
-    assert len(feed._blocks._blocks) <= 4
+
+
+def test_only_large_batches_are_kept_from_malloc() -> None:
+    feed = DeviceFeed(torch.device("cpu"), plain(3, 8), channels_last=False)
+    for size, blocks in ((32, 0), (256, 1)):
+        found, _ = feed((torch.zeros(6, 3, size, size, dtype=torch.uint8), torch.zeros(6)))
+        assert found.shape == (6, 3, size, size) and len(feed._blocks._blocks) == blocks
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -14,6 +14,10 @@ from src.data.augment import Preprocessing
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
 
+LARGE = (
+    2**20
+)  # values; smaller batches are malloc's, which keeps them: to look for a free block takes 40 us with cold caches
+
 
 class BatchMemory:
     """Memory for batches on a CPU, used again as soon as no tensor, view or graph holds it.
@@ -90,6 +94,6 @@ class DeviceFeed:
         """float32 of the same shape, in the format that the model is in."""
         count, channels, height, width = images.shape
         shape = (count, height, width, channels) if self.channels_last else (count, channels, height, width)
-        on_cpu = self.device.type == "cpu"
-        empty = self._blocks.empty(*shape) if on_cpu else torch.empty(shape, device=self.device)
+        is_large = self.device.type == "cpu" and images.numel() >= LARGE
+        empty = self._blocks.empty(*shape) if is_large else torch.empty(shape, device=self.device)
         return empty.permute(0, 3, 1, 2) if self.channels_last else empty

@@ -56,7 +56,7 @@ class Reader:
 
     def read(self, request: Request) -> Fetched:
         if isinstance(self.split, InMemory) and self.transform is None:
-            indices = torch.from_numpy(request.indices % self.num_images)
+            indices = torch.from_numpy(request.indices) % self.num_images  # numpy's own takes 20 us with cold caches
             return self._rows(self.split.images, indices), self._rows(self.split.labels, indices), []
         unreadable: list[int] = []
         read = (self._sample(request.epoch, index, unreadable) for index in request.indices.tolist())
