@@ -128,15 +128,20 @@ def test_the_baseline_runs_first_and_last_and_belongs_to_no_block(tmp_path: Path
 SPEEDS = {"single": 100.0, "dp": 120.0, "ddp": 180.0}
 
 
-def run_all(jobs: Jobs, noise: float, failing: str = "") -> list[int | None]:
-    """Run a sweep without its processes: each job leaves a speed that is off by up to `noise`. The blocks, in run order."""
+def run_all(jobs: Jobs, noise: float, failing: str = "", noisy: str = "", on: str = "") -> list[int | None]:
+    """Run a sweep without its processes: each job leaves a speed that is off by up to `noise`. The blocks, in run order.
+
+    `noisy`: a strategy whose speeds are off by up to a half; `on`: the accelerator that is recorded.
+    """
     ran, draw, sweep = [], random.Random(1), Sweep(jobs)
     while job := next(iter(sweep.waiting()), None):
         config = read_frozen(jobs.folder / job.folder)
         kind, devices = config.parallel.strategy, int(config.parallel.devices)
         job.status = "failed" if kind == failing else "done"
-        speed = SPEEDS[kind] * (1 + (config.seed % 3) / 2) * (1 + draw.uniform(-noise, noise))
-        result = Result(job.status, strategy=kind, devices=devices, throughput={"images_per_sec": speed})
+        reach = 0.5 if kind == noisy else noise
+        speed = SPEEDS[kind] * (1 + (config.seed % 3) / 2) * (1 + draw.uniform(-reach, reach))
+        speeds = {"images_per_sec": speed}
+        result = Result(job.status, strategy=kind, devices=devices, accelerator=on, throughput=speeds)
         write_result(jobs.folder / job.folder, result)
         jobs.write()
         ran.append(job.block)
@@ -155,6 +160,17 @@ def test_auto_repeats_until_the_intervals_are_narrow_enough_or_there_are_enough_
     assert ran == [None, *(block for block in range(blocks) for _ in range(5)), None]
     seeds = {job.seed for job in jobs.jobs if job.block == blocks - 1}
     assert seeds == {7 + blocks - 1}
+
+
+@pytest.mark.parametrize(("on", "blocks"), [("cpu", 3), ("cuda", 4)])
+def test_auto_goes_on_only_for_ratios_that_the_report_states(
+    tmp_path: Path, five: list[Point], on: str, blocks: int
+) -> None:
+    """dp over CPU threads is compared with nothing, so its noise costs no block; on CUDA it does."""
+    for point in five:
+        point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)
+    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep)
+    assert max(block or 0 for block in run_all(jobs, 0.001, noisy="dp", on=on)) == blocks - 1
 
 
 def test_auto_repeats_no_point_that_failed_in_the_first_block(tmp_path: Path, five: list[Point]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from report_sweeps import GIB, Sweep, full_sweep, read
 
 from src.engine.record.result import FORMAT, Result, write_result
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 from src.engine.report.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,6 +136,7 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
         {"throughput": {"images_per_sec": "fast"}, "memory": [{"device": 0}], "proof": None, "data_wait": None},
         {"throughput": [], "step": "x", "ranks": [1, {"rank": 0}, {"data_ms": "a"}], "flags": "busy", "hosts": "a"},
         {"throughput": None, "step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
+        {"throughput": None, "world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
     ],
 )
 def test_fields_of_other_types_are_not_numbers(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -275,6 +276,27 @@ def test_plots_are_files_with_their_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
+@pytest.mark.parametrize(("points", "fastest"), [(9, "i"), (30, "ad")])
+def test_of_many_points_the_fastest_is_in_every_plot(tmp_path: Path, points: int, fastest: str) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("single", 1, [1000, 1010])
+    for number in range(points):
+        speed = 1200 + 20 * number
+        sweep.repeat("ddp", 2, [speed, speed + 5], options={"bucket_cap_mb": number})
+    read(sweep.write())
+    for name, shown in (
+        ("ratios", "ddp × 2 ({})"),
+        ("step", "ddp × 2 ({})"),
+        ("memory", "ddp × 2 ({})"),
+        ("speed", "ddp ({})"),
+    ):
+        svg = (sweep.folder / "report_plots" / f"1_{name}.svg").read_text(encoding="utf-8")
+        assert shown.format(fastest) in svg, name
+    order = (sweep.folder / "report_plots" / "1_order.csv").read_text(encoding="utf-8")
+    assert f"ddp × 2 ({fastest})" in order
+
+
+@pytest.mark.usefixtures("plots")
 def test_no_plot_without_information(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
     sweep.add("single", 1, step=None)  # one run: nothing to compare, no parts of a step, no device's memory
@@ -331,6 +353,6 @@ def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path) -> None:
 
 
 def test_run_without_a_record_has_no_number(tmp_path: Path) -> None:
-    run = Run("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
+    run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
     assert run.measure("images_per_sec") is None and run.accuracy is None and run.peak_bytes == []

@@ -51,7 +51,7 @@ def test_one_slow_repeat_does_not_make_the_lead_false(tmp_path: Path) -> None:
     sweep.repeat("ddp", 2, [1900, 1910, 980])
     html, _, plain = read(sweep.write())
     assert plain["lead"]["point"] == "ddp × 2"
-    assert "Outlier, kept: 8 (ddp × 2) at 980 images/s" in html
+    assert "Outlier, kept: run 8 (ddp × 2) at 980 images/s" in html
 
 
 def test_a_simpler_point_leads_only_where_it_is_shown_to_be_as_fast(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_flagged_run_is_marked_and_kept(tmp_path: Path) -> None:
     sweep.add("single", 1, 1005, block=3)
     html, _, plain = read(sweep.write())
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 4
-    assert "Flagged: 15 (ddp × 2): the second half ran 20 % slower." in html and "4, 1 flagged" in html
+    assert "Flagged: run 15 (ddp × 2): the second half ran 20 % slower." in html and "4, 1 flagged" in html
 
 
 def test_a_run_with_neighbours_is_shown_and_never_compared(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from src.engine.report import claims_counted as counted
 from src.engine.report import claims_measured as measured
-from src.engine.report.evidence import Evidence, Finding, gib
+from src.engine.report.evidence import Evidence, Ruling, gib
 from src.engine.report.statistics import UNMEASURED
 from src.engine.report.wording import listing
 
@@ -36,7 +36,7 @@ _CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Claim(Finding):
+class Claim(Ruling):
     number: int = 0
     text: str = ""
 
@@ -62,10 +62,10 @@ class Correction:
         return self.truth + (f" Here: {self.figure}." if self.figure != "—" else "")
 
 
-def judge(e: Evidence) -> list[Claim]:
+def weigh_claims(e: Evidence) -> list[Claim]:
     hidden = _NOT_ON_CPU if e.on_cpu else {}
     found = [
-        Finding(UNMEASURED, "n/a", hidden[number]) if number in hidden else weigh(e) for number, _, weigh in _CLAIMS
+        Ruling(UNMEASURED, "n/a", hidden[number]) if number in hidden else weigh(e) for number, _, weigh in _CLAIMS
     ]
     return [Claim(**vars(f), number=number, text=text) for (number, text, _), f in zip(_CLAIMS, found, strict=True)]
 
@@ -80,7 +80,7 @@ def correct(e: Evidence) -> list[Correction]:
     machines = f"world sizes {worlds} on one machine" if worlds else "—"
     peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB" for g, p in e.points("dp") if p.peak_bytes and not p.stand_in)
     chunks = listing(f"{r.chunk_sizes} on {r.devices} devices" for r in dp if len(set(r.chunk_sizes)) > 1)
-    gloo = {str(r.environment.get("platform") or "") for r in ddp if r.record.get("backend") == "gloo"}
+    gloo = {str(r.environment.get("platform") or "") for r in ddp if r.result.get("backend") == "gloo"}
     windows = listing(f"gloo ran here, on {name}" for name in sorted(gloo) if name.startswith("Windows"))
     multi = listing(
         f"{r.strategy} × {r.devices}: {count} process{'es' * (count != 1)}"

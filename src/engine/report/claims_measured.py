@@ -5,44 +5,48 @@ from __future__ import annotations
 from dataclasses import replace
 
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, Finding, gib, missing, weigh
+from src.engine.report.evidence import Evidence, Ruling, gib, missing, weigh
 from src.engine.report.families import SPEED
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
 from src.engine.report.wording import figure, listing, percent, with_range
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2× on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
+LINK = "bytes_busiest_link"
 FULLER = 1.1  # device 0's peak over the largest of the others
 
 
-def ddp_is_faster(e: Evidence) -> Finding:
-    """The second half of the claim is weighed by whether intervals of few and many devices lie wholly apart."""
-    found = e.ddp_over_dp(SPEED)
-    finding = weigh(found, "the images/s of dp")
-    if finding.verdict != HOLDS:
-        return finding
+def ddp_is_faster(e: Evidence) -> Ruling:
+    """Its lead grows, or shrinks, with the devices where the intervals for few and for many lie wholly apart."""
+    found = e.stated(SPEED, "ddp", "dp")
+    ruling = weigh(found, "the images/s of dp")
+    if ruling.verdict != HOLDS:
+        return ruling
     by_group = [[s.contrast for s in found if s.group is group] for group in e.groups]  # from few to many devices
     growth = {_is_below(own[0], own[-1]) for own in by_group if len(own) > 1} - {UNMEASURED}
     if FAILS in growth:
-        return replace(finding, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
+        return replace(ruling, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
     shown = growth == {HOLDS}
-    return finding if shown else replace(finding, reason="faster; that the lead grows with the devices is not shown")
+    return ruling if shown else replace(ruling, reason="faster; that the lead grows with the devices is not shown")
 
 
 def _is_below(a: Contrast, b: Contrast) -> str:
-    """The verdict on "the ratio a is below the ratio b": their intervals must lie wholly apart."""
+    """The verdict on "ratio a is below ratio b", for which their intervals must lie wholly apart."""
     if UNMEASURED in (a.verdict, b.verdict):
         return UNMEASURED
     return HOLDS if a.interval[1] < b.interval[0] else FAILS if a.interval[0] > b.interval[1] else UNDECIDED
 
 
-def ddp_is_close_to_linear(e: Evidence) -> Finding:
+def ddp_is_close_to_linear(e: Evidence) -> Ruling:
     nothing = missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
-    found = e.over_single("ddp")
+    found = e.stated(SPEED, "ddp", "single")
     fair = [s for s in found if not s.a.needless_threads and s.group.same_threads(s.a)]
     if found and not fair:
-        return Finding(UNMEASURED, reason="all points have more threads than cores, or other threads than single")
+        return Ruling(
+            UNMEASURED,
+            reason="all points have more threads than cores, or other numbers of threads per device than single",
+        )
 
     shares = listing(f"{figure(s.group.efficiency(s.a) or 0)} for {s.place}, {s.group.kind} scaling" for s in fair)
     rule = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}; here {shares}"
@@ -50,44 +54,43 @@ def ddp_is_close_to_linear(e: Evidence) -> Finding:
     return weigh(fair, "the images/s of single", rule, verdicts, nothing)
 
 
-def dp_fills_device_0(e: Evidence) -> Finding:
-    def first_is_fullest(run: Run) -> bool | None:
+def dp_fills_device_0(e: Evidence) -> Ruling:
+    def first_is_fullest(run: RunRecord) -> bool | None:
         peaks = run.peak_bytes
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
     what = f"device 0 above all others by {percent(FULLER - 1)} or more"
-    return _with_peaks(e, "dp", e.in_every_run("dp", what, first_is_fullest))
+    return e.in_every_run("dp", what, first_is_fullest, figures=_peaks(e, "dp"))
 
 
-def ddp_holds_full_replicas(e: Evidence) -> Finding:
-    def whole_and_even(run: Run) -> bool | None:
+def ddp_holds_full_replicas(e: Evidence) -> Ruling:
+    def whole_and_even(run: RunRecord) -> bool | None:
         equal, uneven = run.proof("hashes_equal"), run.imbalance
         return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
 
     what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
-    return _with_peaks(e, "ddp", e.in_every_run("ddp", what, whole_and_even))
+    return e.in_every_run("ddp", what, whole_and_even, figures=_peaks(e, "ddp"))
 
 
-def _with_peaks(e: Evidence, strategy: str, finding: Finding) -> Finding:
-    peaks = listing(
+def _peaks(e: Evidence, strategy: str) -> str:
+    return listing(
         f"{e.place(g, p)}: {gib(p)} GiB" + (f", single {gib(g.single)} GiB" if g.single and g.single.peak_bytes else "")
         for g, p in e.points(strategy)
         if p.peak_bytes
     )
-    return finding if finding.verdict == UNMEASURED else replace(finding, figure=f"{peaks}; {finding.figure}")
 
 
-def ddp_uses_the_cores(e: Evidence) -> Finding:
-    rule = "more processor time, and more images/s for it: waiting in a loop counts as use too"
-    used = weigh(e.ddp_over_dp("cpu_seconds"), "the CPU seconds per second of dp", rule)
+def ddp_uses_the_cores(e: Evidence) -> Ruling:
+    rule = "it must use more processor time and be faster: waiting in a loop counts as use too"
+    used = weigh(e.stated("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule)
     faster = ddp_is_faster(e).verdict
     if used.verdict == HOLDS and faster != HOLDS:
         return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
     return used
 
 
-def lock_hurts_small_layers(e: Evidence) -> Finding:
-    known = [(depth, s) for s in e.over_single("dp") if (depth := _depth(s.group)) is not None]
+def lock_hurts_small_layers(e: Evidence) -> Ruling:
+    known = [(depth, s) for s in e.stated(SPEED, "dp", "single") if (depth := _depth(s.group)) is not None]
     pairs = {
         many.a: (many, few)
         for depth, many in known
@@ -101,43 +104,32 @@ def lock_hurts_small_layers(e: Evidence) -> Finding:
     return weigh([many for many, _ in pairs], "the images/s of single", rule, verdicts, nothing)
 
 
-def ddp_moves_less(e: Evidence) -> Finding:
-    """On the busiest link, because dp's device 0 sends and receives for all; and with part of it hidden, in every run."""
-    found = [
-        (e.place(g, p), p, dp, own, other)
-        for g, p in e.points("ddp")
-        if (dp := g.at("dp", p.devices))
-        and (own := p.measure("bytes_busiest_link"))
-        and (other := dp.measure("bytes_busiest_link"))
-    ]
-    if not found:
+def ddp_moves_less(e: Evidence) -> Ruling:
+    """On the busiest link, because dp's device 0 sends and receives for all; and with part of the time hidden."""
+    found = [(g, p, dp.measure(LINK)) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
+    known = [(g, p, own, dp) for g, p, dp in found if dp and (own := p.measure(LINK))]
+    if not known:
         return missing("dp and ddp on the same devices with the bytes over their busiest link")
+    least = {run: dp.low for _, p, _, dp in known for run in p.runs}
+
+    def less_and_hidden(run: RunRecord) -> bool | None:
+        own, total, exposed = (run.measure(name) for name in (LINK, "communication_ms", "exposed_ms"))
+        if own is None or total is None or exposed is None or run not in least:
+            return None
+        return own < least[run] and exposed < total
+
     shown = listing(
-        f"{place}: {figure(own.median / 1e6)} MB per step over the busiest link, {figure(other.median / 1e6)} MB under dp; "
-        f"{with_range(exposed, ' ms') if exposed else 'unknown time'} not hidden"
-        for place, p, _, own, other in found
-        for exposed in [p.measure("exposed_ms")]
+        f"{e.place(g, p)}: {figure(own.median / 1e6)} MB per step over the busiest link, {figure(dp.median / 1e6)} MB "
+        f"under dp; {with_range(exposed, ' ms') if (exposed := p.measure('exposed_ms')) else 'unknown time'} not hidden"
+        for g, p, own, dp in known
     )
-    runs = tuple(dict.fromkeys(run for _, p, dp, *_ in found for run in (*p.runs, *dp.runs)))
-    if any(own.high >= other.low for *_, own, other in found):
-        return Finding(FAILS, shown, "it moves as much or more", runs)
-    hidden = [_hides(run) for _, p, *_ in found for run in p.runs]
-    if None in hidden:
-        return Finding(UNDECIDED, shown, "it moves less; whether part is hidden was not measured in every run", runs)
-    if not all(hidden):
-        return Finding(FAILS, shown, "nothing is hidden in some runs", runs)
-    return Finding(HOLDS, shown, "", runs)
+    return e.in_every_run("ddp", "fewer bytes than dp, part of their time hidden", less_and_hidden, figures=shown)
 
 
-def _hides(run: Run) -> bool | None:
-    total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")
-    return None if total is None or exposed is None else exposed < total
-
-
-def devices_idle_under_dp(e: Evidence) -> Finding:
+def devices_idle_under_dp(e: Evidence) -> Ruling:
     nothing = missing("dp and ddp on the same devices with their utilisation and ddp's parts of a step")
     rule = "utilisation of the idlest device, less the share of ddp's step that waits for other ranks: NVML counts it as use"
-    return weigh(e.ddp_over_dp("busy"), "as busy as dp", rule, nothing=nothing)
+    return weigh(e.stated("busy", "ddp", "dp"), "as busy as dp", rule, nothing=nothing)
 
 
 def _depth(group: Group) -> int | None:

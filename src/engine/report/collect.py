@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 from src.engine.report.settings import flat
 
 
-def collect(folders: list[Path]) -> list[Run]:
+def collect(folders: list[Path]) -> list[RunRecord]:
     """All jobs of sweep folders and of single run folders, in order.
 
     Errors: ValueError, one line with path and remedy, on a folder that is neither or whose records cannot be read.
@@ -25,9 +27,18 @@ def collect(folders: list[Path]) -> list[Run]:
     root = Path(os.path.commonpath(unique))
     # sweeps first: a run that is also given by itself is known as the sweep's job, and once
     ordered = sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file())
-    found: dict[Path, Run] = {}
+    found: dict[Path, RunRecord] = {}
     for folder in ordered:
-        for run in _read_folder(folder, root):
+        if (folder / "jobs.json").is_file():
+            sweep = os.path.relpath(folder, root)
+            runs = [_read_run(folder / job.folder, root, job, sweep) for job in read_sweep(folder).jobs]
+            if not runs:
+                raise ValueError(f"{folder}: a sweep without jobs; run `python train.py -m …` and report on its folder")
+        elif (folder / "result.json").is_file():
+            runs = [_read_run(folder, root, None)]
+        else:
+            raise ValueError(f"{folder}: no jobs.json and no result.json here; give a sweep folder or an ended run's")
+        for run in runs:
             found.setdefault(run.folder.resolve(), run)
     return list(found.values())
 
@@ -39,35 +50,22 @@ def read_sweep(folder: Path) -> Jobs:
         raise ValueError(f"{error}; restore it or leave the folder out") from None
 
 
-def _read_folder(folder: Path, root: Path) -> Iterator[Run]:
-    if (folder / "jobs.json").is_file():
-        jobs = read_sweep(folder).jobs
-        if not jobs:
-            raise ValueError(f"{folder}: a sweep without jobs; run `python train.py -m …` and report on its folder")
-        for job in jobs:
-            yield _read_run(folder / job.folder, root, job, os.path.relpath(folder, root))
-    elif (folder / "result.json").is_file():
-        yield _read_run(folder, root, None)
-    elif not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give a sweep folder, e.g. outputs/sweeps/<date>/<time>")
-    else:
-        raise ValueError(f"{folder}: no jobs.json and no result.json here; give a sweep folder or an ended run's")
-
-
-def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run:
+def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
     """`job` is None where the folder is a run by itself."""
     try:
-        result = read_result(folder) if (folder / "result.json").is_file() else None
-        record = _read_json(folder / "result.json")
+        result = vars(read_result(folder)) if (folder / "result.json").is_file() else {}
     except ValueError as error:
         raise ValueError(f"{error}; or run that job again, or leave the folder out") from None
     status, reason = (job.status, job.reason or "") if job else ("", "")
-    if result is not None and status not in ("waiting", "running"):
-        status, reason = result.status, result.reason or reason
-    elif result is None and status == "done":
+    if result and status not in ("waiting", "running"):
+        status, reason = result["status"], result["reason"] or reason
+    elif not result and status == "done":
         status, reason = "failed", f"{folder.name}: no result.json, though the sweep calls this job done"
     name = os.path.relpath(folder, root)
-    return Run(
+    # libyaml's parser: the Python one needs 15 ms per config, a minute for a large study
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=loader))
+    return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,
         status=status,
@@ -76,32 +74,19 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         block=job.block if job else 0,
         position=job.position if job else None,
         overrides=tuple(job.overrides) if job else (),
-        record=record,
-        config=_read_config(folder / "config.yaml"),
-        environment=_read_json(folder / "environment.json"),
+        result=result,
+        config=flat({key: value for key, value in config.items() if key not in ("defaults", "hydra")}),
+        environment=_read(folder / "environment.json", "JSON", json.loads),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Empty where there is no such file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error}); restore it or leave the folder out") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not a record of this project; give a sweep folder of this project")
-    return values
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
-    if not path.is_file():
-        return {}
-    try:
-        # libyaml's parser: the Python one needs 15 ms per config, a minute for a large study
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as YAML ({first}); restore it or leave the folder out") from None
-    return flat({key: value for key, value in (tree or {}).items() if key not in ("defaults", "hydra")})
+        raise ValueError(f"{path}: cannot be read as {kind} ({first}); restore it or leave the folder out") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: not a record of this project; give a sweep folder of this project")
+    return tree

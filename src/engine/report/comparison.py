@@ -1,4 +1,4 @@
-"""Runs -> what may be compared: groups of one hardware, code, model, batch and kind of scaling; points of repeats within."""
+"""What may be compared: groups of runs alike in hardware, code, model, batch and scaling; in them points, with repeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from src.engine.report.measured import Run, finite
+from src.engine.report.measured import RunRecord, as_number
 from src.engine.report.settings import hardware, varied, words
 from src.engine.report.statistics import Contrast, Summary, summarise
 from src.engine.report.wording import percent
@@ -24,14 +24,14 @@ _NOT_A_SETTING = (
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One strategy on one number of devices and nodes: all its repeats."""
 
     strategy: str
     devices: int
     nodes: int
     options: str  # parallel options by which it differs from other points of this strategy and device count
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     letter: str = ""  # stands for `options` in labels; the group's tables say what it means
 
     @property
@@ -76,10 +76,6 @@ class Point:
         return sum(bool(run.flags) for run in self.runs)
 
     @property
-    def shared_memory(self) -> bool:
-        return any(run.shared_memory for run in self.runs)
-
-    @property
     def peak_bytes(self) -> list[Summary]:
         """Per device, over the repeats that recorded as many devices as most did."""
         peaks = [run.peak_bytes for run in self.runs if run.peak_bytes]
@@ -98,7 +94,7 @@ class Group:
     kind: str  # strong: `batch` is global; weak: `batch` is per device
     batch: int | None
     settings: str  # what else tells this group from others of the report
-    points: tuple[Point, ...] = ()
+    points: tuple[MeasuredPoint, ...] = ()
     contrasts: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)  # by measure
 
     @property
@@ -109,11 +105,11 @@ class Group:
     def batch_words(self) -> str:
         """Names the kind of scaling, so that the two are never mistaken for each other."""
         batch = "—" if self.batch is None else str(self.batch)
-        strong = self.kind == "strong"
-        return f"strong scaling, global batch {batch}" if strong else f"weak scaling, batch {batch} per device"
+        weak = f"weak scaling, batch {batch} per device"
+        return weak if self.kind == "weak" else f"strong scaling, global batch {batch}"
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RunRecord]:
         return [run for point in self.points for run in point.runs]
 
     @property
@@ -122,52 +118,52 @@ class Group:
         return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
 
     @property
-    def single(self) -> Point | None:
+    def single(self) -> MeasuredPoint | None:
         return self.at("single", 1)
 
-    def named(self, label: str) -> Point:
+    def named(self, label: str) -> MeasuredPoint:
         return next(point for point in self.points if point.label == label)
 
-    def at(self, strategy: str, devices: int) -> Point | None:
+    def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
         """The point with the fewest nodes and options set, where these vary."""
         found = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
         found.sort(key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options))
         return found[0] if found else None
 
-    def contrast(self, measure: str, a: Point | None, b: Point | None) -> Contrast | None:
+    def contrast(self, measure: str, a: MeasuredPoint | None, b: MeasuredPoint | None) -> Contrast | None:
         """What was tested of a over b; None where that is no statement of this report."""
         found = (c for c in self.contrasts.get(measure, ()) if a and b and (c.a, c.b) == (a.label, b.label))
         return next(found, None)
 
-    def over_single(self, point: Point) -> Contrast | None:
+    def over_single(self, point: MeasuredPoint) -> Contrast | None:
         return self.contrast("images_per_sec", point, self.single)
 
-    def efficiency(self, point: Point) -> float | None:
+    def efficiency(self, point: MeasuredPoint) -> float | None:
         """Images/s over single's, per device: 1 is ideal. In strong and in weak scaling alike."""
         contrast = self.over_single(point)
         return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
 
-    def same_threads(self, point: Point) -> bool:
+    def same_threads(self, point: MeasuredPoint) -> bool:
         """False on CPU where `point`'s devices have another number of threads than the one of single."""
         return self.single is None or point.threads == self.single.threads
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before the figures: mixed hosts, and ranks that hold the others up."""
+        """What a reader must know before the figures: several hosts, and ranks that hold the others up."""
         hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
         mixed = [f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a block of its own."]
         return (mixed if len(hosts) > 1 else []) + [line for point in self.points for line in stragglers(point)]
 
 
-def stragglers(point: Point) -> list[str]:
-    """Ranks that compute or wait for data longer than the median rank by STRAGGLES or more, in the median run."""
+def stragglers(point: MeasuredPoint) -> list[str]:
+    """Ranks that need STRAGGLES times as long to load and compute as the median rank, or longer, in the median run."""
     shares: dict[tuple[Any, str], list[float]] = defaultdict(list)
     for run in point.runs:
         own = {
             (entry.get("rank"), str(entry.get("host") or "host unknown")): data + compute
             for entry in run.ranks
-            if (data := finite(entry.get("data_ms"))) is not None
-            and (compute := finite(entry.get("compute_ms"))) is not None
+            if (data := as_number(entry.get("data_ms"))) is not None
+            and (compute := as_number(entry.get("compute_ms"))) is not None
         }
         middle = median(own.values()) if own else 0
         for rank, time in own.items() if middle > 0 else ():
@@ -180,48 +176,38 @@ def stragglers(point: Point) -> list[str]:
     ]
 
 
-def group(runs: Iterable[Run]) -> list[Group]:
-    """Finished runs only, as groups without contrasts. Most points first, then by name; points by strategy and devices."""
+def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
+    """Groups of the finished runs, without contrasts: those with most points first; points by strategy and devices."""
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_A_SETTING)]
-    if "data.workers" in settings and not _swept_workers(comparable):
-        settings.remove("data.workers")
+    workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
+    if "data.workers" in settings and len(workers) == len({place[:2] for place in workers}):
+        settings.remove("data.workers")  # not swept: `auto` may give each strategy its own number
     commits = {run.commit for run in comparable if run.commit}
-    found: dict[Group, list[Run]] = defaultdict(list)
+    found: dict[Group, list[RunRecord]] = defaultdict(list)
     for run in comparable:
-        kind, batch = _batch(run)
+        batch = run.config.get("data.batch_size_per_device")
+        kind = "strong" if batch is None else "weak"
+        batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
         named = [words(run, settings)] if run.config and settings else []
         named += [f"code {run.commit or 'unknown'}"] if len(commits) > 1 else []
-        model = str(run.record.get("model") or "—")
+        model = str(run.result.get("model") or "—")
         found[Group(hardware(run), run.accelerator, model, kind, batch, ", ".join(named))].append(run)
     groups = [replace(empty, points=_points(members)) for empty, members in found.items()]
     return sorted(groups, key=lambda g: (-len(g.points), g.hardware, g.title))
 
 
-def _swept_workers(runs: list[Run]) -> bool:
-    """Whether the workers differ within a strategy and device count; `auto` may give each strategy its own number."""
-    seen = {(run.strategy, run.devices, run.config.get("data.workers")) for run in runs}
-    return len(seen) > len({(strategy, devices) for strategy, devices, _ in seen})
-
-
-def _batch(run: Run) -> tuple[str, int | None]:
-    per_device = run.config.get("data.batch_size_per_device")
-    if per_device is not None:
-        return "weak", per_device
-    return "strong", run.integer("batch_size") or run.config.get("data.batch_size")
-
-
-def _points(runs: list[Run]) -> tuple[Point, ...]:
-    found: dict[tuple[str, int, int], list[Run]] = defaultdict(list)
+def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
+    found: dict[tuple[str, int, int], list[RunRecord]] = defaultdict(list)
     for run in runs:
         found[run.strategy, run.devices, run.nodes].append(run)
     points = []
     for place, members in found.items():
         options = [key for key in varied(members) if key.startswith("parallel.")]
-        variants: dict[str, list[Run]] = defaultdict(list)
+        variants: dict[str, list[RunRecord]] = defaultdict(list)
         for run in sorted(members, key=lambda run: [_natural(run.config.get(key)) for key in options]):
             variants[words(run, options, "parallel.")].append(run)
-        points += [Point(*place, named, tuple(repeats)) for named, repeats in variants.items()]
+        points += [MeasuredPoint(*place, named, tuple(repeats)) for named, repeats in variants.items()]
     points.sort(key=lambda p: (complexity(p.strategy), p.strategy, p.devices, p.nodes))
     options_seen = dict.fromkeys(point.options for point in points if point.options)
     letters = {options: _letter(number) for number, options in enumerate(options_seen)}

@@ -1,27 +1,27 @@
-"""Which points are held against which: the statements of a page, one family per measure, decided together."""
+"""Which points are compared with which: the statements of a page, one family per measure, decided together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from src.engine.report.comparison import Group, Point, complexity
-from src.engine.report.statistics import LEVEL, SMALLEST_DIFFERENCE, UNMEASURED, Contrast, choose, decide, estimate
+from src.engine.report.comparison import Group, MeasuredPoint
+from src.engine.report.statistics import LEVEL, SMALLEST_DIFFERENCE, UNMEASURED, Contrast, decide, estimate
 
 SPEED = "images_per_sec"
-# dp against ddp only. Speed is what a sweep is for and has LEVEL; these share a fifth of it, so that a whole page on which
-# nothing differs says something wrong in 6 % of cases at most.
+# Compared between ddp and dp only. Speed is what a sweep is for and has LEVEL; these share a fifth of it, so that a page on
+# which nothing differs says something wrong in 6 % of cases at most.
 OTHERS = ("first_step_seconds", "cpu_seconds", "busy")
 OTHERS_LEVEL = LEVEL / 5
 
-Pairs = list[tuple[Point, Point]]
+Pairs = list[tuple[MeasuredPoint, MeasuredPoint]]
 
 
 def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
     """(point, block, value) of every run whose `measure` may be compared.
 
-    A block is one of one sweep, on one host. Runs beside other jobs and the baseline's extra runs belong to none.
-    Of dp over CPU threads only the time to the first step may be compared.
+    A block belongs to one sweep and one host. Left out are runs beside other jobs and the baseline's two extra runs; of
+    dp over CPU threads only the time to the first step may be compared.
     """
     return [
         (point.label, (run.sweep, run.block, run.hosts[:1]), value)
@@ -35,8 +35,8 @@ def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
 def pairs_of_speed(group: Group) -> Pairs:
     """Each point against single on one device, and ddp against dp on the same devices. Never all pairs."""
     single = group.single
-    against_single = [(point, single) for point in group.points if single and point is not single]
-    return [(a, b) for a, b in against_single if a.speed] + ddp_over_dp(group)
+    others = [point for point in group.points if point is not single and point.speed]
+    return [(point, single) for point in others if single] + ddp_over_dp(group)
 
 
 def ddp_over_dp(group: Group) -> Pairs:
@@ -59,10 +59,3 @@ def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLES
             silent = replace(contrast, verdict=UNMEASURED, blocks_needed=None)
             found[n][measure].append(silent if groups[n].disturbed else contrast)
     return [replace(group, contrasts=contrasts) for group, contrasts in zip(groups, found, strict=True)]
-
-
-def leader(group: Group, smallest_difference: float) -> tuple[Point, Contrast | None] | None:
-    """The point to use, and where it leads as the simpler one its contrast with the highest; see `statistics.choose`."""
-    simplest_first = sorted(group.points, key=lambda p: (p.nodes, p.devices, complexity(p.strategy), p.options))
-    chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], smallest_difference)
-    return (group.named(chosen[0]), chosen[1]) if chosen else None

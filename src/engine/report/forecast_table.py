@@ -9,7 +9,7 @@ from typing import Any
 
 from src.engine.report.collect import collect
 from src.engine.report.forecast import Answer, Forecast, forecast
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 from src.engine.report.step_model import Measured
 
 
@@ -38,7 +38,7 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     return answers
 
 
-def read_measured(run: Run) -> Measured | None:
+def read_measured(run: RunRecord) -> Measured | None:
     """None for a run that tells nothing: dp, neighbours beside it, not done, or too short to be timed."""
     speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
     if not run.comparable or run.strategy == "dp" or run.neighbours or not (speed and batch and run.devices):
@@ -55,11 +55,11 @@ def read_measured(run: Run) -> Measured | None:
     )
 
 
-def what(run: Run) -> str:
+def what(run: RunRecord) -> str:
     """The overrides that a forecast does not see through."""
     seen = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
     kept = [word for word in run.overrides if not word.startswith(seen)]
-    return " ".join(kept) or str(run.record.get("model") or "")
+    return " ".join(kept) or str(run.result.get("model") or "")
 
 
 def as_json(answers: dict[str, Answer]) -> dict[str, Any]:

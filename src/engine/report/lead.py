@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from src.engine.report.comparison import Group, Point
-from src.engine.report.families import leader
-from src.engine.report.measured import Run
-from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast
+from src.engine.report.comparison import Group, MeasuredPoint, complexity
+from src.engine.report.families import SPEED, rows
+from src.engine.report.measured import RunRecord
+from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast, choose
 from src.engine.report.wording import doubt, percent, times, with_range
 from src.schema import TrainConfig
 
@@ -20,11 +20,11 @@ class Lead:
     group: Group
     sentence: str
     command: str = ""
-    point: Point | None = None
+    point: MeasuredPoint | None = None
     contrast: Contrast | None = None
 
 
-def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead:
+def lead_of(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead:
     if group.disturbed:
         flagged = [run for run in group.runs if run.flags]
         why = max({flag for run in flagged for flag in run.flags}, key=lambda f: sum(f in r.flags for r in flagged))
@@ -33,10 +33,11 @@ def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead
             f"No verdict: {len(flagged)} of {len(group.runs)} runs were disturbed ({why}). "
             "The figures below are what was measured; run the sweep again on a quiet machine.",
         )
-    found = leader(group, smallest_difference)
-    if found is None:
+    simplest_first = sorted(group.points, key=lambda p: (p.nodes, p.devices, complexity(p.strategy), p.options))
+    chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], smallest_difference)
+    if chosen is None:
         return Lead(group, "No finished run here has images/s that can be compared yet.")
-    point, as_simpler = found
+    point, as_simpler = group.named(chosen[0]), chosen[1]
     if as_simpler is not None:
         contrast: Contrast | None = as_simpler
         sentence = (
@@ -48,7 +49,7 @@ def lead(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> Lead
     return Lead(group, sentence, command(point.runs[0]), point, contrast)
 
 
-def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
+def _against_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
     assert point.speed is not None
     if point is group.single:
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
@@ -61,19 +62,19 @@ def _against_single(group: Group, point: Point) -> tuple[Contrast | None, str]:
     if contrast is None or contrast.ratio is None:
         count, rate = sum(p.speed is not None for p in group.points), with_range(point.speed)
         return None, (
-            f"{spoken(point)} has the highest estimate of {count} point{'s' * (count != 1)}, {rate} images/s; how many "
-            "times as fast as one device that is, a run of parallel=single parallel.devices=1 beside it would tell."
+            f"{spoken(point)} has the highest estimate of {count} point{'s' * (count != 1)}, {rate} images/s. A run "
+            "of parallel=single parallel.devices=1 beside it would tell how many times as fast as one device that is."
         )
     sentence = f"{spoken(point)} trains {times(contrast)} as fast as single."
     return contrast, sentence if contrast.verdict == HOLDS else f"{sentence} That it is faster is {doubt(contrast)}."
 
 
-def spoken(point: Point) -> str:
+def spoken(point: MeasuredPoint) -> str:
     on = f"{point.devices} device{'s' * (point.devices != 1)}" + (f" of {point.nodes} nodes" if point.nodes > 1 else "")
     return f"{point.strategy} on {on}" + (f" with {point.options}" if point.options else "")
 
 
-def command(run: Run) -> str:
+def command(run: RunRecord) -> str:
     """The command that trains as this run did, from the project's root, without the cuts of a benchmark."""
     cut = run.config.get("train.max_steps") is not None
     # It ended before its epochs did: these too were the benchmark's.

@@ -23,7 +23,7 @@ MEASURES = (*_RECORDED, "imbalance", "busy", "accuracy")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
-class Run:
+class RunRecord:
     """One job of a sweep, or one run folder. What was not recorded is None, never 0."""
 
     name: str  # folder, relative to what all folders of the report have in common
@@ -34,19 +34,19 @@ class Run:
     block: int | None = 0  # of the sweep; None: the baseline once more, which belongs to no block
     position: int | None = None  # in run order
     overrides: tuple[str, ...] = ()
-    record: dict[str, Any] = field(default_factory=dict)  # result.json; empty where there is none
+    result: dict[str, Any] = field(default_factory=dict)  # result.json; empty where there is none
     config: dict[str, Any] = field(default_factory=dict)  # flat: {"data.batch_size": 64}
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def strategy(self) -> str:
-        return str(self.record.get("strategy") or self._override("parallel", "parallel.strategy"))
+        return str(self.result.get("strategy") or self._asked("parallel") or self._asked("parallel.strategy"))
 
     @property
     def devices(self) -> int:
         """For ddp the measured world size, which also counts the devices of other nodes. 0: not known."""
-        if not self.record:
-            asked = self._override("parallel.devices")
+        if not self.result:
+            asked = self._asked("parallel.devices")
             return int(asked) if asked.isdigit() else 0
         world = self.integer("world_size")
         return world if self.strategy == "ddp" and world else self.integer("devices") or 0
@@ -63,16 +63,12 @@ class Run:
     @property
     def commit(self) -> str:
         """The code it ran, e.g. `0123abc` or `0123abc with changes`."""
-        commit = str(self.record.get("commit") or self.environment.get("commit") or "")[:10]
+        commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
         return f"{commit} with changes" if commit and self.environment.get("dirty") else commit
 
     @property
-    def started(self) -> str:
-        return str(self.record.get("started") or self.environment.get("time") or "")
-
-    @property
     def accelerator(self) -> str:
-        return str(self.record.get("accelerator") or "")
+        return str(self.result.get("accelerator") or "")
 
     @property
     def stand_in(self) -> bool:
@@ -82,7 +78,7 @@ class Run:
     @property
     def doubt(self) -> str:
         """Why this finished run must not be compared; empty when it may be."""
-        asked, world, devices = self.record.get("devices"), self.integer("world_size"), self.integer("devices")
+        asked, world, devices = self.result.get("devices"), self.integer("world_size"), self.integer("devices")
         if asked is not None and devices is None:
             return f"devices: {asked!r} is no number: not compared"
         if world and devices and world % devices:  # a multiple is the same devices on several nodes
@@ -91,7 +87,7 @@ class Run:
 
     @property
     def comparable(self) -> bool:
-        return self.status == "done" and bool(self.record) and not self.doubt
+        return self.status == "done" and bool(self.result) and not self.doubt
 
     @property
     def neighbours(self) -> int:
@@ -117,7 +113,7 @@ class Run:
         parts = own.get("parts")
         if not isinstance(parts, dict):
             return {}
-        return {name.removesuffix("_ms"): ms for name, value in parts.items() if (ms := finite(value)) is not None}
+        return {name.removesuffix("_ms"): ms for name, value in parts.items() if (ms := as_number(value)) is not None}
 
     @property
     def accuracy(self) -> float | None:
@@ -128,7 +124,7 @@ class Run:
     @property
     def memory(self) -> list[dict[str, Any]]:
         """One entry per device, by device."""
-        known = [entry for entry in self._list("memory", dict) if finite(entry.get("peak_bytes")) is not None]
+        known = [entry for entry in self._list("memory", dict) if as_number(entry.get("peak_bytes")) is not None]
         return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
 
     @property
@@ -154,7 +150,7 @@ class Run:
 
         NCCL waits in a kernel, which NVML counts as use. None unless every device, and under ddp this wait, is known.
         """
-        known = [use for entry in self.memory if (use := finite(entry.get("utilisation"))) is not None]
+        known = [use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None]
         if not known or len(known) < len(self.memory):
             return None
         if self.strategy != "ddp":
@@ -170,7 +166,7 @@ class Run:
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         """(threads asked for, cores) of a CPU run that wants more threads than there are cores."""
-        cores = finite((self.environment.get("cpu") or {}).get("cores"))
+        cores = as_number((self.environment.get("cpu") or {}).get("cores"))
         threads = self.devices * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
 
@@ -181,7 +177,8 @@ class Run:
 
     def proof(self, key: str) -> Any:
         """What the run counted about itself under `key`; None when it did not."""
-        return self._at("proof", key)
+        proof = self.result.get("proof")
+        return proof.get(key) if isinstance(proof, dict) else None
 
     @property
     def chunk_sizes(self) -> list[int]:
@@ -191,32 +188,25 @@ class Run:
 
     def integer(self, key: str) -> int | None:
         """A count of result.json, None where it is not one."""
-        value = self.record.get(key)
+        value = self.result.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def number(self, *keys: str) -> float | None:
         """What stands below `keys` in result.json, None where it is no finite number."""
-        return finite(self._at(*keys))
-
-    def _at(self, *keys: str) -> Any:
-        value: Any = self.record
+        value: Any = self.result
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return as_number(value)
+
+    def _asked(self, key: str) -> str:
+        return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides).get(key, "")
 
     def _list(self, key: str, kind: type) -> list[Any]:
-        found = self.record.get(key)
+        found = self.result.get(key)
         return [entry for entry in found if isinstance(entry, kind)] if isinstance(found, list) else []
 
-    def _override(self, *keys: str) -> str:
-        for override in self.overrides:
-            key, _, value = override.lstrip("+").partition("=")
-            if key in keys:
-                return value
-        return ""
 
-
-def finite(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """`value` as a float if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

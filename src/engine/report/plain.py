@@ -7,21 +7,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from src.engine.report.comparison import Group, Point
+from src.engine.report.comparison import Group, MeasuredPoint
 from src.engine.report.contents import Report
-from src.engine.report.measured import MEASURES, Run
+from src.engine.report.measured import MEASURES, RunRecord
 from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import Contrast, Summary
 
 FORMAT = 2
+_OF_A_RUN = ("status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours")
+_COUNTED = ("world_size", "batch_size", "threads_per_device")
+_SET = {"precision": "train.precision", "batch_size_per_device": "data.batch_size_per_device"}
+_SET |= {"workers": "data.workers", "seed": "seed"}
 _OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
 _OF_A_POINT = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
     leads: list[dict[str, Any]] = [
-        {**_place(lead.group), "sentence": lead.sentence, "command": lead.command}
-        | {"point": lead.point.label if lead.point else None, "contrast": _fields(lead.contrast)}
+        {**_place(lead.group), **_pick(lead, "sentence", "command"), "contrast": _fields(lead.contrast)}
+        | {"point": lead.point.label if lead.point else None}
         for lead in report.leads
     ]
     return {
@@ -62,40 +66,33 @@ def relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out)).as_posix()
 
 
-def row(run: Run, out: Path) -> dict[str, Any]:
+def row(run: RunRecord, out: Path) -> dict[str, Any]:
     """One of report.csv. An empty field was not recorded."""
     return {
         "run": run.name,
         "folder": relative(run.folder, out),
-        "status": run.status,
         "reason": run.doubt or run.reason,
         "compared": run.comparable,
         "hardware": hardware(run) if run.environment else "",
         "host": " ".join(run.hosts),
-        **_pick(run, "commit", "started", "accelerator", "strategy", "devices", "nodes"),
-        "world_size": run.integer("world_size"),
-        "model": str(run.record.get("model") or ""),
-        "precision": run.config.get("train.precision") or "",
+        **_pick(run, *_OF_A_RUN),
+        **{name: run.integer(name) for name in _COUNTED},
+        **{name: run.config.get(key) for name, key in _SET.items()},
+        "started": run.result.get("started") or run.environment.get("time"),
+        "model": run.result.get("model"),
         "scaling": "weak" if run.config.get("data.batch_size_per_device") is not None else "strong",
-        "batch_size": run.integer("batch_size"),
-        "batch_size_per_device": run.config.get("data.batch_size_per_device"),
-        "workers": run.config.get("data.workers"),
-        "threads_per_device": run.integer("threads_per_device"),
-        **_pick(run, "block", "position"),
-        "seed": run.config.get("seed"),
         "stand_in_for_devices": "threads on CPU" if run.stand_in else "",
         **{name: run.measure(name) for name in MEASURES},
         **(run.step_parts or {}),
         "peak_bytes": " ".join(f"{peak:.0f}" for peak in run.peak_bytes),
         "val_loss": run.number("val", "loss"),
         "total_seconds": run.number("seconds", "total"),
-        "neighbours": run.neighbours,
         "flags": "; ".join(run.flags),
         "overrides": " ".join(run.overrides),
     }
 
 
-def _plain_point(group: Group, point: Point) -> dict[str, Any]:
+def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
     return {
         **_place(group),
         **_pick(point, *_OF_A_POINT),

@@ -15,9 +15,9 @@ from src.engine.report import tables
 from src.engine.report.collect import collect
 from src.engine.report.comparison import Group
 from src.engine.report.contents import Report, compare
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 from src.engine.report.plain import plain, relative, row
-from src.engine.report.wording import method
+from src.engine.report.wording import percent
 
 if TYPE_CHECKING:
     from src.engine.report.plots import Plot
@@ -50,6 +50,9 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
 def _render(kind: str, report: Report, plots: dict[Group, list[Plot]], out: Path) -> str:
     import jinja2
 
+    def href(run: RunRecord) -> str:
+        return quote(relative(run.folder / "result.json" if run.result else run.folder, out))
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=kind == "html",
@@ -58,8 +61,8 @@ def _render(kind: str, report: Report, plots: dict[Group, list[Plot]], out: Path
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(tables=tables, href=lambda run: _href(run, out), report=report, plots=plots)
-    environment.globals.update(groups=report.groups[:MOST_GROUPS_SHOWN], method=method(report.smallest_difference))
+    environment.globals.update(tables=tables, href=href, report=report, plots=plots)
+    environment.globals.update(groups=report.groups[:MOST_GROUPS_SHOWN], smallest=percent(report.smallest_difference))
     return environment.get_template(f"report.{kind}.j2").render()
 
 
@@ -79,11 +82,6 @@ def _draw(groups: Sequence[Group], folder: Path) -> dict[Group, list[Plot]]:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
             write_text(folder / f"{number}_{plot.name}.csv", plot.data.to_csv(index=False, lineterminator="\n"))
     return plots
-
-
-def _href(run: Run, out: Path) -> str:
-    """Relative link to the run's result, or to its folder where there is none."""
-    return quote(relative(run.folder / "result.json" if run.record else run.folder, out))
 
 
 def _markdown(text: object) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from src.engine.report.measured import Run
+from src.engine.report.measured import RunRecord
 
 
-def hardware(run: Run) -> str:
+def hardware(run: RunRecord) -> str:
     """What must be equal for two runs to be compared: devices, processor, driver, and the versions of torch and CUDA."""
     cpu = run.environment.get("cpu") or {}
     processor = f"{cpu.get('model') or 'unknown processor'}, {cpu.get('cores') or '?'} cores"
@@ -18,28 +18,28 @@ def hardware(run: Run) -> str:
     torch = f"torch {(run.environment.get('libraries') or {}).get('torch') or '—'}"
     if run.accelerator != "cuda":
         return f"{'Apple GPU' if run.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
-    named = {"CUDA": run.environment.get("cuda"), "driver": run.environment.get("driver")}
-    versions = [f"{name} {value}" for name, value in named.items() if value]
+    versions = [f"{name} {value}" for name in ("CUDA", "driver") if (value := run.environment.get(name.lower()))]
     return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
 
-def varied(runs: Iterable[Run]) -> dict[str, list[Any]]:
+def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     """Config keys with more than one value over the `runs` with a config, with these values; a missing key is null."""
-    return {key: values for key, values in _values(runs).items() if len(values) > 1}
+    return {key: found for key, found in values(run.config for run in runs).items() if len(found) > 1}
 
 
-def shared(runs: Iterable[Run]) -> dict[str, Any]:
+def shared(runs: Iterable[RunRecord]) -> dict[str, Any]:
     """Config keys that have one value in all `runs` with a config."""
-    return {key: values[0] for key, values in _values(runs).items() if len(values) == 1}
+    return {key: found[0] for key, found in values(run.config for run in runs).items() if len(found) == 1}
 
 
-def _values(runs: Iterable[Run]) -> dict[str, list[Any]]:
-    configs = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return {key: list({repr(config.get(key)): config.get(key) for config in configs}.values()) for key in keys}
+def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Each key's different values in flat trees, None where one lacks it; empty trees say nothing."""
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree)
+    return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}
 
 
-def words(run: Run, keys: Iterable[str], prefix: str = "") -> str:
+def words(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
     return ", ".join(f"{key.removeprefix(prefix)}={spelled(run.config.get(key))}" for key in keys)
 
 

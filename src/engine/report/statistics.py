@@ -8,6 +8,7 @@ hold one twice. Holm (1979) keeps the chance of any wrong statement of a family 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -87,39 +88,32 @@ def contrasts(
 def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
     """The differences of `pairs` in logarithms, blocks taken out. Values that are not positive are left out."""
     known = [row for row in rows if 0 < row[2] < math.inf]
-    places = {name: place for place, name in enumerate(dict.fromkeys(row[0] for row in known))}
-    blocks = {name: place for place, name in enumerate(dict.fromkeys(row[1] for row in known))}
-    point = np.array([places[row[0]] for row in known], dtype=int)
-    block = np.array([blocks[row[1]] for row in known], dtype=int)
-    values = np.log(np.array([row[2] for row in known], dtype=float))
+    counts = Counter(name for name, *_ in known)
+    named: list[tuple[str, object]] = [("point", row[0]) for row in known] + [("block", row[1]) for row in known]
+    columns = {name: column for column, name in enumerate(dict.fromkeys(named))}
+    design = np.zeros((len(known), len(columns)))
+    for line, (name, block, _) in zip(design, known, strict=True):
+        line[[columns["point", name], columns["block", block]]] = 1
+    values = np.log([value for *_, value in known])
     values -= values.mean() if known else 0.0
-    counts = np.zeros((len(places), len(blocks)))
-    np.add.at(counts, (point, block), 1)
-    per_block = counts.sum(0)
-    block_means = np.bincount(block, values, len(blocks)) / per_block
-    within = values - block_means[block]
-    information = np.diag(counts.sum(1)) - (counts / per_block) @ counts.T
-    variances = np.linalg.pinv(information, hermitian=True, rcond=1e-9) if known else information
-    effects = variances @ np.bincount(point, within, len(places))
-    means = (counts.T @ effects) / per_block
-    rest = within - effects[point] + means[block]
-    rank = round(float(np.trace(variances @ information)))
-    freedom = len(known) - len(blocks) - rank
+    information = design.T @ design
+    inverse = np.linalg.pinv(information, hermitian=True, rcond=1e-9)
+    effects = inverse @ design.T @ values
+    rest = values - design @ effects
+    freedom = len(known) - round(float(np.trace(inverse @ information)))  # the trace is the rank of the design
     noise = math.sqrt(float(rest @ rest) / freedom) if freedom > 0 else 0.0
-    found, identity = [], np.eye(len(places))
+    found = []
     for a, b in pairs:
-        if a not in places or b not in places:
-            found.append(Estimate(a, b, 0))
-            continue
-        first, second = places[a], places[b]
-        n = int(min(counts[first].sum(), counts[second].sum()))
-        weights = identity[first] - identity[second]
-        if np.abs(information @ (variances @ weights) - weights).max() > 1e-6:  # no chain of blocks joins them
+        n = min(counts[a], counts[b])
+        weights = np.zeros(len(columns))
+        if n:
+            weights[columns["point", a]] += 1
+            weights[columns["point", b]] -= 1  # the same column where a point is held against itself
+        if not n or np.abs(information @ (inverse @ weights) - weights).max() > 1e-6:  # no chain of blocks joins them
             found.append(Estimate(a, b, n))
             continue
-        error = noise * math.sqrt(float(weights @ variances @ weights))
-        difference = float(effects[first] - effects[second])
-        found.append(Estimate(a, b, n, difference, error, freedom, noise, len(places)))
+        error = noise * math.sqrt(float(weights @ inverse @ weights))
+        found.append(Estimate(a, b, n, float(weights @ effects), error, freedom, noise, len(counts)))
     return found
 
 
@@ -149,9 +143,9 @@ def _contrast(e: Estimate, level: float, smallest: float) -> Contrast:
     ratio = math.exp(e.difference)
     if not e.freedom:
         return Contrast(e.a, e.b, ratio, None, None, e.n, UNDECIDED)
-    reach = _quantile(1 - level / 2, e.freedom) * e.error
+    reach = float(stdtrit(e.freedom, 1 - level / 2)) * e.error
     low, high = math.exp(e.difference - reach), math.exp(e.difference + reach)
-    detectable = math.expm1(reach + _quantile(POWER, e.freedom) * e.error)
+    detectable = math.expm1(reach + float(stdtrit(e.freedom, POWER)) * e.error)
     verdict = FAILS if high < 1 + smallest else HOLDS if low > 1 else UNDECIDED
     needed = _blocks_needed(e, level, smallest) if verdict == UNDECIDED else None
     return Contrast(e.a, e.b, ratio, low, high, e.n, verdict, detectable, needed)
@@ -161,19 +155,11 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     """Blocks after which the estimate, if it stays, lies clear of no difference or of the smallest of interest."""
     assert e.difference is not None
     margin = max(e.difference, math.log1p(smallest) - e.difference)
-    blocks = e.n + 1
-    for _ in range(20):  # the quantiles hang on the number of blocks: settle by repetition
-        freedom = max(1, (blocks - 1) * (e.points - 1))
-        reach = _quantile(1 - level / 2, freedom) + _quantile(POWER, freedom)
-        wanted = max(e.n + 1, math.ceil(2 * (reach * e.noise / margin) ** 2))
-        if wanted in (blocks, blocks - 1):
-            break
-        blocks = min(wanted, 2 * MOST_BLOCKS)
-    return blocks if blocks <= MOST_BLOCKS else None
-
-
-def _quantile(probability: float, freedom: int) -> float:
-    return float(stdtrit(freedom, probability))
+    blocks = np.arange(e.n + 1, MOST_BLOCKS + 1)
+    freedom = np.maximum(1, (blocks - 1) * (e.points - 1))
+    reach = stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER)
+    enough = blocks[2 * (reach * e.noise / margin) ** 2 <= blocks]
+    return int(enough[0]) if len(enough) else None
 
 
 def choose(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
-from src.engine.report.comparison import Group, Point
-from src.engine.report.measured import Run
-from src.engine.report.settings import flat, shared, spelled, varied
+from src.engine.report.comparison import Group, MeasuredPoint
+from src.engine.report.measured import RunRecord
+from src.engine.report.settings import flat, shared, spelled, values, varied
 from src.engine.report.statistics import Summary
 from src.engine.report.wording import doubt, figure, percent, times, with_range
 
@@ -24,31 +25,29 @@ _OF_ONE_RUN = ("format", "time", "command", "topology")  # of an environment rec
 @dataclass(frozen=True)
 class Cell:
     text: str
-    runs: tuple[Run, ...] = ()  # shown as links to their folders
+    runs: tuple[RunRecord, ...] = ()  # shown as links to their folders, the first MOST_LINKS of them
     number: bool = False
-    more: int = 0  # runs left out of the links
 
 
 @dataclass(frozen=True)
 class Table:
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[dict[str, Cell]]  # by column, the same in every row
     caption: str = ""
     notes: Sequence[str] = ()
 
 
 def points_table(group: Group) -> Table:
     """One row per point; columns that no point has a figure for are left out."""
-    unit, factor = _memory_unit(group)
+    largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
+    unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
     rows = [_point_row(group, point, memory, factor) for point in group.points]
-    told = [name for name in rows[0] if any(row[name].text not in (DASH, NOT_HERE) for row in rows)]
-    kept = [name for name in rows[0] if name in ("images/s", *told)]
+    told = {name for row in rows for name, cell in row.items() if cell.text not in (DASH, NOT_HERE)} | {"images/s"}
     caption = f"{group.batch_words.capitalize()}: medians (smallest–largest) of the repeats"
-    return Table(kept, [[row[name] for name in kept] for row in rows], caption, _notes(group))
+    return Table([{name: row[name] for name in row if name in told} for row in rows], caption, _notes(group))
 
 
-def _point_row(group: Group, point: Point, memory: str, factor: float) -> dict[str, Cell]:
+def _point_row(group: Group, point: MeasuredPoint, memory: str, factor: float) -> dict[str, Cell]:
     contrast, efficiency, hidden = group.over_single(point), group.efficiency(point), point.stand_in
     over_single = times(contrast) if contrast and contrast.ratio is not None else DASH
     marks = " *" * point.stand_in + " †" * bool(point.needless_threads) + " ‡" * (not group.same_threads(point))
@@ -67,83 +66,78 @@ def _point_row(group: Group, point: Point, memory: str, factor: float) -> dict[s
         "to first step, s": _summary(point.measure("first_step_seconds")),
         memory: _number(_peaks(point, factor)),
         "val. accuracy, %": _summary(point.measure("accuracy"), factor=100),
-        "folders": _links(point.runs),
+        "folders": Cell("", point.runs),
     }
 
 
 def contrasts_table(group: Group) -> Table:
     """Every statement about speed that this report makes or leaves open."""
     rows = [
-        [
-            Cell(f"{c.a} over {c.b}"),
-            _number(times(c) if c.ratio is not None else DASH),
-            Cell("disturbed: no verdict" if group.disturbed else doubt(c)),
-            _number(percent(c.detectable, 1) if c.detectable is not None else DASH),
-            _number(str(c.n)),
-        ]
+        {
+            "images/s": Cell(f"{c.a} over {c.b}"),
+            "ratio (95 %)": _number(times(c) if c.ratio is not None else DASH),
+            "is the first faster?": Cell("disturbed: no verdict" if group.disturbed else doubt(c)),
+            "could have been seen": _number(percent(c.detectable, 1) if c.detectable is not None else DASH),
+            "runs of each": _number(str(c.n)),
+        }
         for c in group.contrasts.get("images_per_sec", ())
     ]
-    columns = ["images/s of", "ratio (95 %)", "that the first is faster", "could have seen", "runs of each"]
-    return Table(columns, rows, "What is held against what")
+    return Table(rows, "What was compared")
 
 
 def parts_table(group: Group) -> Table:
     """What a step is made of, at the points that were profiled; no rows where none was."""
     names = list(dict.fromkeys(name for point in group.points for name in point.parts))
     rows = [
-        [
-            Cell(point.label + " *" * point.stand_in),
-            *(_summary(parts.get(name), middle=True) for name in names),
-            _number(figure(sum(part.median for part in parts.values()))),
-        ]
+        {"point": Cell(point.label + " *" * point.stand_in)}
+        | {name: _summary(parts.get(name), middle=True) for name in names}
+        | {"sum": _number(figure(sum(part.median for part in parts.values())))}
         for point in group.points
         if (parts := point.parts)
     ]
-    return Table(
-        ["point", *names, "sum"], rows, "Where a step's time goes (train.profile_steps): ms of rank 0, medians"
-    )
+    return Table(rows, "Where a step's time goes (train.profile_steps): ms of rank 0, medians")
 
 
-def settings_tables(runs: Sequence[Run]) -> list[Table]:
+def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
-    environments: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        for key, value in flat({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN}).items():
-            if value not in (None, "", [], {}):
-                environments.setdefault(key, {})[spelled(value)] = value
+    places = [flat({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN}) for run in runs]
+    seen = {key: [v for v in found if v not in (None, "", [], {})] for key, found in values(places).items()}
     return [
         _keys("What varied", varied(runs)),
         _keys("What all points share", {key: [value] for key, value in shared(runs).items()}),
-        _keys("Hardware and versions", {key: list(values.values()) for key, values in environments.items()}),
+        _keys("Hardware and versions", {key: found for key, found in seen.items() if found}),
     ]
 
 
-def _keys(caption: str, values: dict[str, list[Any]]) -> Table:
+def _keys(caption: str, found: dict[str, list[Any]]) -> Table:
     def listed(seen: list[Any], most: int = 12) -> str:
         more = f", … ({len(seen)} values)" if len(seen) > most else ""
         return ", ".join(map(spelled, seen[:most])) + more
 
-    return Table(["key", "values"], [[Cell(key), Cell(listed(seen))] for key, seen in sorted(values.items())], caption)
+    return Table([{"key": Cell(key), "values": Cell(listed(seen))} for key, seen in sorted(found.items())], caption)
 
 
-def unfinished_table(runs: Sequence[Run]) -> Table:
+def unfinished_table(runs: Sequence[RunRecord]) -> Table:
     """Jobs without comparable figures, with their reasons."""
-    unfinished, rows = [run for run in runs if not run.comparable], []
-    for run in unfinished[:MOST_UNFINISHED]:
-        reason = run.doubt or run.reason or DASH
-        shown = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
-        point = f"{run.strategy or DASH} × {run.devices or DASH}"
-        status = "done, not compared" if run.doubt else run.status.replace("_", " ")
-        rows.append([Cell(point), Cell(" ".join(run.overrides) or DASH), Cell(status), Cell(shown), _links((run,))])
+    unfinished = [run for run in runs if not run.comparable]
+    rows = [
+        {
+            "point": Cell(f"{run.strategy or DASH} × {run.devices or DASH}"),
+            "overrides": Cell(" ".join(run.overrides) or DASH),
+            "status": Cell("done, not compared" if run.doubt else run.status.replace("_", " ")),
+            "reason": Cell(shorten(run.doubt or run.reason or DASH, LONGEST_REASON, placeholder="…")),
+            "folder": Cell("", (run,)),
+        }
+        for run in unfinished[:MOST_UNFINISHED]
+    ]
     more = len(unfinished) - len(rows)
-    notes = [f"and {more} more, in report.csv"] if more else []
-    return Table(["point", "overrides", "status", "reason", "folder"], rows, notes=notes)
+    return Table(rows, notes=[f"and {more} more, in report.csv"] if more else [])
 
 
 def _notes(group: Group) -> list[str]:
     notes = [f"({p.letter}) {p.options}" for p in {p.letter: p for p in group.points if p.letter}.values()]
     if group.single is None:
-        notes.append("No finished run of single on 1 device here: no ratio to it, no efficiency.")
+        notes.append("No run of single on 1 device has finished here, so there is no ratio to it and no efficiency.")
     if any(point.stand_in for point in group.points):
         notes.append(
             "* dp on CPU: threads on CPU stand in for devices. Its speed says nothing about GPUs and is not compared."
@@ -151,11 +145,11 @@ def _notes(group: Group) -> list[str]:
     for threads, cores in sorted({point.needless_threads for point in group.points if point.needless_threads}):
         notes.append(f"† {threads} threads on {cores} cores: more threads than cores.")
     if not all(map(group.same_threads, group.points)):
-        notes.append("‡ Other threads per device than single: the ratio mixes both effects.")
+        notes.append("‡ Its devices have other numbers of threads than single's: the ratio mixes both effects.")
     runs = [(point, run, run.measure("images_per_sec")) for point in group.points for run in point.runs]
     slow = [(p, run, own) for p, run, own in runs if own and (usual := p.speed) and own < OUTLIER * usual.median]
-    notes += [f"Outlier, kept: {r.name} ({p.label}) at {figure(own)} images/s." for p, r, own in slow[:MOST_LINKS]]
-    flagged = [f"Flagged: {run.name} ({p.label}): {'; '.join(run.flags)}." for p, run, _ in runs if run.flags]
+    notes += [f"Outlier, kept: run {r.name} ({p.label}) at {figure(own)} images/s." for p, r, own in slow[:MOST_LINKS]]
+    flagged = [f"Flagged: run {run.name} ({p.label}): {'; '.join(run.flags)}." for p, run, _ in runs if run.flags]
     notes += flagged[:MOST_LINKS]
     extra = sorted((run for run in group.runs if run.block is None), key=lambda run: run.position or 0)
     speeds = [figure(speed) for run in extra if (speed := run.measure("images_per_sec")) is not None]
@@ -169,21 +163,12 @@ def _summary(summary: Summary | None, hidden: bool = False, factor: float = 1, m
     return _number(figure(summary.median * factor) if middle else with_range(summary, factor=factor))
 
 
-def _memory_unit(group: Group) -> tuple[str, float]:
-    largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
-    return ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
-
-
-def _peaks(point: Point, factor: float) -> str:
+def _peaks(point: MeasuredPoint, factor: float) -> str:
     peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
-    if point.shared_memory:
+    if any(run.shared_memory for run in point.runs):
         return f"{peaks[0]} for all {point.devices}"
     more = f", … ({len(peaks)})" if len(peaks) > MOST_DEVICES else ""
     return ", ".join(peaks[:MOST_DEVICES]) + more or DASH
-
-
-def _links(runs: Sequence[Run], most: int = MOST_LINKS) -> Cell:
-    return Cell("" if runs else DASH, tuple(runs[:most]), more=max(0, len(runs) - most))
 
 
 def _number(text: str) -> Cell:

@@ -104,12 +104,12 @@ def append_baseline(jobs: Jobs) -> None:
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
     """Of `sweep.repeats=auto`, all blocks recorded: whether an interval that the report states is wider than `precision`."""
     from src.engine.report.collect import collect  # takes a while to import, and only this needs it
-    from src.engine.report.comparison import group
+    from src.engine.report.comparison import group_runs
     from src.engine.report.families import SPEED, with_contrasts
 
     if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
         return False
-    groups = with_contrasts(group(collect([jobs.folder])), settings.smallest_difference)
+    groups = with_contrasts(group_runs(collect([jobs.folder])), settings.smallest_difference)
     stated = [contrast for one in groups for contrast in one.contrasts[SPEED] if contrast.ratio is not None]
     return any(_reach(contrast) > settings.precision for contrast in stated)
 

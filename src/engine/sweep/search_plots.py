@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from src.engine.report.plot_style import STYLE
+from src.engine.report.plots import STYLE
 
 if TYPE_CHECKING:
     import optuna
