@@ -161,7 +161,7 @@ class TrainConfig:
     bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
     log_every: int = number(10, least=1)  # steps between two logged lines
     profile_steps: int | None = number(None, least=1)  # record so many with torch.profiler, and split the others' time
-    on_nonfinite: str = choice("stop", "stop", "skip")  # skip: leave such steps out; it looks at every step, slower
+    on_nonfinite: str = choice("stop", "stop", "skip")  # skip: leave such steps out; slower, as it waits for the device
     max_skipped: int = number(10, least=0)  # more such steps end the run
 
     @property

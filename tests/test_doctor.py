@@ -12,7 +12,7 @@ from conftest import ROOT, Train
 
 from src.engine.doctor import look
 from src.engine.doctor.examine import as_dict, as_text
-from src.engine.doctor.judge import GIB, Finding, advice, judge, judge_tries, strategies_to_try
+from src.engine.doctor.findings import GIB, Finding, advice, findings_of, findings_of_tries, strategies_to_try
 from src.engine.doctor.look import Facts
 
 pytestmark = pytest.mark.portable
@@ -52,7 +52,7 @@ def remedies(found: list[Finding]) -> dict[str, str]:
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 def test_nothing_is_mended_that_is_well(gpus: int) -> None:
-    assert remedies(judge(facts(gpus))) == {}
+    assert remedies(findings_of(facts(gpus))) == {}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_nothing_is_mended_that_is_well(gpus: int) -> None:
 )
 def test_what_could_run_is_tried(gpus: int, cores: int, tried: dict[str, int]) -> None:
     machine = facts(gpus, cores=cores)
-    assert strategies_to_try(machine, judge(machine)) == tried
+    assert strategies_to_try(machine, findings_of(machine)) == tried
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_could_run_is_tried(gpus: int, cores: int, tried: dict[str, int]) -
 )
 def test_what_is_wrong_is_named_with_its_remedy(changes: dict[str, Any], name: str, said: str, stops: bool) -> None:
     machine = facts(0, **changes)
-    found = judge(machine)
+    found = findings_of(machine)
     assert list(remedies(found)) == [name]
     assert said in remedies(found)[name]
     assert as_dict(machine, found)["can_train"] is not stops
@@ -112,13 +112,13 @@ def test_a_torch_that_sees_no_gpu_gets_its_remedy(
 ) -> None:
     machine = facts(2, driver_cuda=driver_cuda, visible=visible)
     machine.torch |= {"cuda": built, "devices": []}
-    assert remedy in remedies(judge(machine))["GPUs"]
+    assert remedy in remedies(findings_of(machine))["GPUs"]
 
 
 def test_missing_peer_access_is_said() -> None:
     machine = facts(2)
     machine.torch["peers"] = 0
-    assert "host's memory" in remedies(judge(machine))["peer access"]
+    assert "host's memory" in remedies(findings_of(machine))["peer access"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_visit_ends_with_one_command(gpus: int, failed: tuple[str, ...], shm
     machine.tries = {
         name: {"error": "rank 1 was killed"} if name in failed else RAN for name in ("single", "dp", "ddp")
     }
-    found = judge(machine) + judge_tries(machine)
+    found = findings_of(machine) + findings_of_tries(machine)
     assert advice(machine) == f"python train.py {command}"
     assert as_text(machine, found).endswith(f"Begin with:  python train.py {command}")
     assert set(failed) <= set(remedies(found))
@@ -143,7 +143,7 @@ def test_the_visit_ends_with_one_command(gpus: int, failed: tuple[str, ...], shm
 
 def test_a_step_that_fails_alone_stops_training() -> None:
     machine = facts(0, tries={"single": {"error": "Failed: rank 0: …"}})
-    assert as_dict(machine, judge(machine) + judge_tries(machine))["can_train"] is False
+    assert as_dict(machine, findings_of(machine) + findings_of_tries(machine))["can_train"] is False
 
 
 def test_a_probe_that_dies_is_an_answer() -> None:

@@ -12,7 +12,7 @@ import torch
 from conftest import Train, in_ranks, read_lines, resolved
 from torch import nn
 
-from src.engine.machine import gpu_state
+from src.engine.machine.nvidia import GpuStates
 from src.engine.machine.ranks import Ranks
 from src.engine.record.guard import flags, guard
 from src.engine.record.result import read_result
@@ -233,7 +233,6 @@ class Nvml:
     """A driver that answers some questions about its one device, a little hotter each time."""
 
     NVMLError = type("NVMLError", (Exception,), {})
-    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
 
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers, self.celsius = answers, 60
@@ -275,7 +274,7 @@ def test_temperature_and_clocks_are_known_where_nvml_has_them(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], found: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
-    states = gpu_state.GpuStates(["GPU-1"])
+    states = GpuStates(["GPU-1"])
     for _ in range(3):
         states.sample()
     assert states.found() == found

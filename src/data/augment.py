@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.draws import seed_for
+from src.data.sampling import seed_for
 from src.schema import AugmentConfig
 
 Transform = Callable[[Tensor], Tensor]
@@ -95,11 +95,13 @@ class _TimmAutoAugment:
     """timm's policies work on PIL images in RGB. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
 
     def __init__(self, text: str, size: int) -> None:
-        from timm.data import auto_augment as timms
+        from timm.data import auto_augment
 
-        timms.NAME_TO_OP.update(dict.fromkeys([name for name in timms.NAME_TO_OP if "Posterize" in name], _posterize))
-        build = {"rand": timms.rand_augment_transform, "augm": timms.augment_and_mix_transform}.get(
-            text[:4], timms.auto_augment_transform
+        auto_augment.NAME_TO_OP.update(
+            dict.fromkeys([name for name in auto_augment.NAME_TO_OP if "Posterize" in name], _posterize)
+        )
+        build = {"rand": auto_augment.rand_augment_transform, "augm": auto_augment.augment_and_mix_transform}.get(
+            text[:4], auto_augment.auto_augment_transform
         )
         hparams = {"translate_const": int(size * 0.45), "img_mean": (124, 116, 104)}  # as timm's own transforms
         self.policy: Any = build(text, hparams)

@@ -23,7 +23,7 @@ from src.engine.machine.signals import ignore_stop_signals
 from src.schema import DataConfig
 
 Fetched = tuple[Tensor, Tensor, list[int]]  # a batch, and the indices that could not be read for it
-MOST_IN_A_ROW = 100  # unreadable images one after the other: then it is not a few files that are damaged
+MOST_IN_A_ROW = 100  # unreadable images in a row that are skipped; more are not a few damaged files
 
 
 class Reader:
@@ -70,7 +70,7 @@ class Reader:
 
     @property
     def gathers(self) -> bool:
-        """Whether a batch is rows of one tensor: nothing to decode, nothing to draw."""
+        """True if a batch is rows of one tensor: nothing to decode, nothing to draw."""
         return isinstance(self.split, InMemory) and self.transform is None
 
     def _rows(self, of: Tensor, indices: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class TrainLoader(Loader):
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Each is made by a thread while the one before it is worked on; gathering rows leaves the interpreter to others."""
+    """Prefetch one batch in a thread; gathering rows releases the interpreter's lock meanwhile."""
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
         while (batch := upcoming.result()) is not None:

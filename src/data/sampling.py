@@ -1,4 +1,7 @@
-"""Who reads which index. Step n sees the same set of images on any number of ranks."""
+"""Who reads which index, and the seeds of random draws: functions of what they are for, and of no rank or earlier draw.
+
+Step n sees the same set of images on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DistributedSampler
+
+MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
+
+
+def seed_for(*values: int) -> int:
+    """One seed in 0 .. 2^63 - 1 from several integers; neighbouring ones give unrelated seeds.
+
+    splitmix64's finaliser (Steele, Lea, Flood 2014), applied once per value.
+    """
+    mixed = 0
+    for value in values:
+        mixed = ((mixed ^ value) + 0x9E3779B97F4A7C15) & MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
+        mixed ^= mixed >> 31
+    return mixed >> 1
 
 
 class Request(NamedTuple):

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from src.engine.machine.gpu_state import GpuStates
 from src.engine.machine.hardware import cpu_model, visible_cuda_devices
-from src.engine.machine.nvidia import Utilisation
+from src.engine.machine.nvidia import GpuStates, Utilisation
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks

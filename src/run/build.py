@@ -32,7 +32,7 @@ from src.training.state import TrainState
 
 @dataclass
 class Run:
-    """Everything a run is made of, and what has become of it; loaders are this rank's."""
+    """The parts of a run on this rank, and the newest numbers of its evaluations."""
 
     config: ResolvedConfig
     strategy: Single
@@ -43,12 +43,12 @@ class Run:
     state: TrainState
     mixing: Mixing | None
     moments: Moments
-    autocast: torch.dtype | None
-    steps_per_epoch: int  # optimizer steps
-    total_steps: int
+    autocast: torch.dtype | None  # None: float32 throughout
+    steps_per_epoch: int  # optimizer steps, each of train.accumulate global batches; what is left over is dropped
+    total_steps: int  # optimizer steps of the whole training, those before a resume included
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> those of its newest evaluation
     confusions: dict[str, torch.Tensor] = field(default_factory=dict)  # the same
-    train_loss: float | None = None  # mean over the last whole or partial epoch
+    train_loss: float | None = None  # mean over the steps of the last whole or partial epoch
 
     @property
     def num_classes(self) -> int:

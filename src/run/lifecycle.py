@@ -56,7 +56,7 @@ class RefusedError(ValueError):
 
 
 class Training:
-    """What is done with a run, on this rank."""
+    """A run as this rank trains it."""
 
     def __init__(self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on every rank and under every strategy
@@ -156,7 +156,7 @@ class Training:
         }
 
     def minutes_are_over(self) -> bool:
-        """Whether checkpoint.every_minutes have passed since the last save, by rank 0's clock; its word holds for all."""
+        """True, on all ranks alike, if checkpoint.every_minutes have passed since the last save by rank 0's clock."""
         minutes = self.config.checkpoint.every_minutes
         if minutes is None:
             return False

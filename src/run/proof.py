@@ -1,4 +1,4 @@
-"""What a run proves at its start, shows while it goes, and leaves at its end."""
+"""What a run checks before its first step, shows on the console, and writes into result.json."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result) -> None:
 
 
 def _against_target(loss: float | None, target: float) -> str:
-    """Whether the last epoch's mean loss got below `train.target_loss`, and where to look if not."""
+    """Says if the last epoch's mean loss got below `train.target_loss`, and where to look if not."""
     if loss is not None and loss <= target:
         return f"reached: train/loss {loss:.4f}, train.target_loss={target:g}; the model can learn these images"
     found = "no step was taken" if loss is None else f"train/loss {loss:.4f}"

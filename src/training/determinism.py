@@ -12,8 +12,7 @@ def use_deterministic_algorithms() -> None:
 
     From then on an operation that has no deterministic algorithm raises a RuntimeError with its name.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # cuBLAS reads it once; without, torch refuses to multiply
+    # cuBLAS reads it once; without it torch refuses to multiply matrices.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False  # it may choose another algorithm each time
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,8 @@
 """The loop: tensors in, numbers out. It knows no file, no logger and no Hydra; src/run/lifecycle.py hands its numbers on.
 
 Between two boundaries (a step to log or save at, an epoch's end) nothing waits for the device: losses stay there, and
-are fetched at the boundary, once, summed over the ranks. (`train.on_nonfinite=skip` looks at every step's gradients.)
+are fetched at the boundary, once, summed over the ranks. (`train.on_nonfinite=skip` does wait in every step, to look at
+its gradients.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from src.data.draws import seed_for
+from src.data.sampling import seed_for
 from src.parallel.single import Single
 from src.schema import Config
 from src.training.finite import Buffers, LossWindow, NotFiniteError
@@ -29,10 +30,10 @@ Mix = Callable[[Tensor, Tensor], Batch]
 class StepReport:
     """Numbers at a boundary."""
 
-    step: int
+    step: int  # optimizer steps since training began, counted from 1
     epoch: float  # 1.5: half of the second epoch is done
-    loss: float  # mean over the global batches since the last boundary
-    lr: float  # of this step
+    loss: float  # mean over the global batches since the last boundary; cross entropy in nats
+    lr: float  # of this step, the largest of all parameter groups
     grad_norm: float | None  # 2-norm of this step's whole gradient before clipping
 
 
@@ -129,9 +130,9 @@ def _gradient_norm(state: TrainState, clip_grad: float | None, strategy: Single,
 
 
 def _is_bad(state: TrainState, grad_norm: Tensor | None, loss: Tensor, strategy: Single) -> bool:
-    """Whether this step must not be taken. Gradients are equal on all ranks here, so all decide the same.
+    """True if this step must not be taken. Gradients are equal on all ranks here, so all decide the same.
 
-    An overflow in fp16 is none of this: the scaler skips such a step by itself and goes on with a smaller scale.
+    An overflow in fp16 does not count: the scaler skips such a step by itself and goes on with a smaller scale.
     """
     assert grad_norm is not None
     if bool(grad_norm.isfinite()):
@@ -174,5 +175,5 @@ def seed_step(seed: int, step: int, strategy: Single) -> None:
 
 
 def _largest_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The largest rate of all parameter groups: with layer decay, the head's."""
+    """Of all parameter groups: with layer decay, the head's, which is the one that was asked for."""
     return max(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The moments of training, told once by whoever brings them about, to all who must know.
+"""The moments of a training step: the loop reports each once, and it is passed on to whoever needs it.
 
 The meter: what does a step cost? The pulse: does this rank still move? The stopping: may another step begin?
 """

@@ -7,7 +7,7 @@ from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from src.data.draws import seed_for
+from src.data.sampling import seed_for
 from src.schema import AugmentConfig, TrainConfig
 
 

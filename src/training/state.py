@@ -23,10 +23,9 @@ class Progress:
     step_in_epoch: int = 0
     loss_sum: float = 0.0  # over this epoch's steps up to the last boundary, mean of the ranks
     loss_steps: int = 0  # how many losses are in loss_sum: all of the epoch's steps but the skipped
-    open_loss: float = (
-        0.0  # the same over the steps since that boundary, as far as they were fetched: at a boundary, or
-    )
-    open_steps: int = 0  # for a checkpoint between two boundaries
+    # The same over the steps since that boundary, as far as they were fetched: for a checkpoint between two boundaries.
+    open_loss: float = 0.0
+    open_steps: int = 0
     skipped: int = 0  # steps without an update, because their gradients were not finite
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
@@ -37,7 +36,7 @@ class Progress:
         self.step_in_epoch += 1
 
     def add_losses(self, losses: Iterable[float]) -> None:
-        """One after the other, so that a run stopped between two boundaries and resumed gets the same bits."""
+        """Add one by one: so a run that was stopped between two boundaries and resumed gets bitwise the same sum."""
         for loss in losses:
             self.open_loss += loss
             self.open_steps += 1
@@ -54,7 +53,7 @@ class Progress:
         self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0
 
     def note_evaluation(self, numbers: dict[str, Any], metric: str) -> bool:
-        """Keep the books of an evaluation on val; returns whether it is the best so far by `metric`, as `acc_ema`."""
+        """Update the best values by an evaluation on val. True if it is the best so far by `metric`, e.g. `acc_ema`."""
         value = -numbers[metric] if is_lower_better(metric) else numbers[metric]
         self.best_acc = max(self.best_acc, numbers["acc_ema" if metric.endswith("_ema") else "acc"])
         is_best = self.best is None or value > self.best

@@ -41,7 +41,7 @@ def known_keys() -> list[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether the schema has `key`; anything goes below a free dictionary."""
+    """True if the schema has `key`, or it lies below a free dictionary."""
     node: object = Config()
     for part in key.split("."):
         if isinstance(node, dict):

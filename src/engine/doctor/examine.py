@@ -1,4 +1,4 @@
-"""The doctor's visit: look, judge, try, and say what to do."""
+"""The doctor's visit: look, find what is wrong, try, and say what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from src.engine.doctor.judge import Finding, advice, judge, judge_tries, strategies_to_try
+from src.engine.doctor.findings import Finding, advice, findings_of, findings_of_tries, strategies_to_try
 from src.engine.doctor.look import Facts, look, try_strategy
 from src.engine.machine.secrets import hide_in
 
@@ -15,11 +15,11 @@ from src.engine.machine.secrets import hide_in
 def examine(as_json: bool) -> int:
     """Print what was found and what to do. Returns 1 when training could not start, else 0."""
     facts = look(_say)
-    findings = judge(facts)
+    findings = findings_of(facts)
     for strategy, devices in strategies_to_try(facts, findings).items():
         _say(f"trying a step with parallel={strategy} on {devices} device(s) …")
         facts.tries[strategy] = try_strategy(strategy, devices)
-    findings += judge_tries(facts)
+    findings += findings_of_tries(facts)
     print(json.dumps(hide_in(as_dict(facts, findings)), indent=2) if as_json else as_text(facts, findings))
     return 1 if any(finding.stops for finding in findings) else 0
 

@@ -1,4 +1,4 @@
-"""What this machine has and can do, looked at and tried; judge.py says what it means."""
+"""What this machine has and can do, looked at and tried; findings.py says what it means."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Heartbeats:
         ]
 
     def peer_has_left(self) -> bool:
-        """Whether a rank has failed, or says nothing: then no collective ends any more, and none can save.
+        """True if a rank has failed, or is silent: then no collective ends any more, and no rank can save.
 
         To be asked again and again: what counts is how long a rank has been silent since it was first asked.
         """

@@ -136,7 +136,7 @@ def _refuse_others(store: Store, nodes: int) -> None:
 
 def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
     """The first rank of this node; the nodes have equally many."""
-    local = int(config.parallel.devices) // place.nodes
+    local = config.parallel.devices // place.nodes
     return Ranks(place.node * local, local * place.nodes, 0, local, node=place.node, nodes=place.nodes)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from src.engine.machine import hardware
 from src.engine.machine.ranks import host_name
-from src.schema import Config, ParallelConfig
+from src.schema import ParallelConfig, ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,10 +44,10 @@ def all_facts(store: Store, count: int) -> list[Facts]:
     return [Facts(**json.loads(store.get(f"facts/{rank}"))) for rank in range(count)]
 
 
-def fit_to_nodes(config: Config, asked: ParallelConfig, facts: list[Facts]) -> None:
+def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, facts: list[Facts]) -> None:
     """Where `asked` left the choice open, take what every node has; srun may give each task cores and a device of its own.
 
-    `config` is resolved, by what node 0 has. A host that cannot do it is named in the refusal.
+    `config` is resolved by what node 0 has. A host that cannot do it is named in the refusal.
     """
     parallel, nodes = config.parallel, _by_node(facts)
     config.cluster.nodes = len(nodes)
@@ -63,12 +63,12 @@ def fit_to_nodes(config: Config, asked: ParallelConfig, facts: list[Facts]) -> N
         )
 
 
-def check_nodes(config: Config, facts: list[Facts]) -> None:
+def check_nodes(config: ResolvedConfig, facts: list[Facts]) -> None:
     """Refuse by name the first host that has not the devices its ranks need."""
     parallel = config.parallel
     for node in _by_node(facts) if parallel.accelerator == "cuda" else []:
         have, need = len(_union(fact.devices for fact in node)), node[0].ranks
-        need = need or int(parallel.devices) // config.cluster.nodes
+        need = need or parallel.devices // config.cluster.nodes
         if have < (1 if parallel.backend == "gloo" else need):
             raise ValueError(
                 f"parallel.devices={parallel.devices}: {need} ranks on {node[0].host}, which has {have} CUDA device(s) "

@@ -143,7 +143,7 @@ def _settings(config: Config) -> list[tuple[str, Any]]:
 
 
 def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:
-    """Whether any of the three keys that end a training ends it later."""
+    """True if any of the three keys that end a training ends it later."""
     pairs = ((train.max_steps, before.max_steps), (train.early_stop, before.early_stop))
     return train.epochs > before.epochs or any((new or math.inf) > (old or math.inf) for new, old in pairs)
 

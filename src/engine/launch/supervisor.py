@@ -36,9 +36,8 @@ class Ended:
     signal: int | None = None  # the signal that stopped this process while it waited
     exit_codes: dict[int, int] = field(default_factory=dict)
     world_size: int = 0  # ranks that were started and have all ended; 0 where others ran elsewhere
-    oom_kills: int = (
-        0  # processes that the kernel killed meanwhile for want of memory, here or elsewhere on the machine
-    )
+    # Processes that the kernel killed meanwhile for want of memory, of this run or of others on the machine.
+    oom_kills: int = 0
 
 
 def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None) -> Ended:

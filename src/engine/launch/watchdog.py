@@ -177,7 +177,7 @@ def _main_stack() -> str:
 
 
 def _at_a_debugger() -> bool:
-    """Whether the main thread is in a debugger: a person may think for longer than any limit."""
+    """True if the main thread is in a debugger: a person may think for longer than any limit."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_filename.endswith(DEBUGGERS[:3]) or DEBUGGERS[3] in frame.f_code.co_filename:

@@ -51,7 +51,7 @@ def oom_kills() -> int:
 
 @cache
 def has_mpi() -> bool:
-    """Whether torch was built with MPI, which its wheels are not; read as text, where the headers are there to say it."""
+    """True if torch was built with MPI, as its wheels are not; read from its headers, and assumed where they are missing."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     try:

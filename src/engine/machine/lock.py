@@ -30,7 +30,7 @@ def own(folder: Path) -> Iterator[None]:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a living process holds `folder`."""
+    """True if a living process holds `folder`."""
     if not (folder / NAME).exists():
         return False
     try:

@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 HIDING = ("", "-1", "none", "NoDevFiles", "void")  # of CUDA_VISIBLE_DEVICES, where somebody wants no device
+TEMPERATURE_GPU, CLOCK_SM = 0, 1  # nvml.h
+SLOWED_BY = {  # bits of nvmlDeviceGetCurrentClocksThrottleReasons; a power cap is how large models run, so it is not here
+    0x8: "hardware slowdown",
+    0x20: "heat (by the driver)",
+    0x40: "heat (by the hardware)",
+    0x80: "power brake",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Driver:
         count = ctypes.c_int()
         if failure := _call(library.cuDeviceGetCount, ctypes.byref(count)):
             return cls(problem=_if_shown(_words(library, "cuDeviceGetCount", failure)))
-        found = tuple(_describe(library, index) for index in range(count.value))
+        found = tuple(_device(library, index) for index in range(count.value))
         return cls(found, None if found else _if_shown("the driver gives this process none"))
 
 
@@ -77,7 +84,7 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def _describe(library: Any, index: int) -> CudaDevice:
+def _device(library: Any, index: int) -> CudaDevice:
     device, memory = ctypes.c_int(), ctypes.c_size_t()
     name, number = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
     _call(library.cuDeviceGet, ctypes.byref(device), index)
@@ -153,6 +160,38 @@ class Utilisation:
     def means(self) -> list[float | None]:
         """Share of the time in 0..1 that each device was busy; None where NVML never said."""
         return [total / count / 100 if count else None for total, count in zip(self._sums, self._counts, strict=True)]
+
+
+class GpuStates:
+    """The hottest and the slowest that each device was whenever `sample` was called, and what slowed it down."""
+
+    def __init__(self, uuids: list[str]) -> None:
+        """`uuids` as NVML writes them, `GPU-…`. A device that it does not know is left out."""
+        handles = [_ask_nvml("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
+        self._handles = [handle for handle in handles if handle is not None]
+        self._celsius: list[int | None] = [None] * len(self._handles)
+        self._mhz: list[int | None] = [None] * len(self._handles)
+        self._reasons = [0] * len(self._handles)
+
+    def sample(self) -> None:
+        for place, handle in enumerate(self._handles):
+            celsius = _ask_nvml("nvmlDeviceGetTemperature", handle, TEMPERATURE_GPU)
+            mhz = _ask_nvml("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
+            self._celsius[place] = max(filter(None, (self._celsius[place], celsius)), default=None)
+            self._mhz[place] = min(filter(None, (self._mhz[place], mhz)), default=None)
+            self._reasons[place] |= _ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+
+    def found(self) -> list[dict[str, Any]]:
+        """Of each device: `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons)."""
+        return [
+            {
+                "celsius": self._celsius[place],
+                "sm_mhz": self._mhz[place],
+                "sm_mhz_max": _ask_nvml("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
+                "slowed_by": [reason for bit, reason in SLOWED_BY.items() if self._reasons[place] & bit],
+            }
+            for place, handle in enumerate(self._handles)
+        ]
 
 
 def _ask_nvml(question: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Manners of the processes that a run starts: they die with their parent and leave signals to it."""
+"""How the processes of a run behave: they die with their parent, start quickly, and leave nothing running."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 
 
 def process_started_at(pid: int) -> float:
-    """`time.time()` of a process's start. psutil's is up to a second off: the kernel tells its boot in whole seconds."""
+    """`time.time()` at a process's start. psutil's is up to a second off: it counts from the boot, in whole seconds."""
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may have spaces
@@ -41,9 +41,9 @@ def process_started_at(pid: int) -> float:
 
 @contextmanager
 def imports_without_collector() -> Iterator[None]:
-    """Importing torch and timm makes a million objects that stay, and Python's collector goes through them again and again.
+    """Import torch and timm without Python's garbage collector, which would visit their million objects again and again.
 
-    A fifth of the time of `import timm`. Afterwards they count as permanent, so that no later collection looks at them.
+    That is a fifth of the time of `import timm`. Afterwards the objects count as permanent: no collection visits them.
     """
     gc.disable()
     try:
@@ -54,7 +54,7 @@ def imports_without_collector() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free: it returns large blocks to the kernel, and every step faults the same pages in anew.
+    """Let glibc keep the memory that tensors free; by default it returns large blocks, and each step faults them in anew.
 
     On a CPU a resnet18 step gains 6 to 13 %, under ddp 25 % (docs/benchmarks.md). MALLOC_* in the environment wins;
     other C libraries are left alone.
@@ -72,7 +72,7 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def no_survivors(seconds: float = 1.0) -> Iterator[None]:
-    """Whatever the block starts, and whatever that starts in turn, is gone afterwards: TERM, `seconds` to leave, KILL."""
+    """End every process that the block has started, directly or not: SIGTERM, `seconds` to leave, SIGKILL."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,4 +1,4 @@
-"""Where this process's training is: what the main thread last began. A watchdog reads it from another thread."""
+"""What the main thread of this process last began. The watchdog's thread reads it to tell which rank has stopped moving."""
 
 from __future__ import annotations
 

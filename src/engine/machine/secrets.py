@@ -1,7 +1,7 @@
-"""Secrets: which names say that a value is one, and the value taken out of whatever is about to be written or shown.
+"""Secrets: recognised by the names of their variables, and replaced in whatever is about to be written or shown.
 
-In its place stands `${oc.env:NAME}`, so that a frozen config still runs: who reads it takes the value from its own
-environment. Known by their names only; a secret under a harmless name is not recognised.
+In a secret's place stands `${oc.env:NAME}`, so that a frozen config still runs: whoever reads it takes the value from the
+environment of its own. A secret under a harmless name is not recognised.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def reference(name: str) -> str:
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Whether the environment variable is one to hide: by its name, or because it is a URL with a password.
+    """True if the environment variable is to be hidden: by its name, or because it is a URL with a password.
 
-    An existing path is none: SSH_AUTH_SOCK and the like say where something lies.
+    An existing path is no secret: SSH_AUTH_SOCK and the like say where something lies.
     """
     if len(value) < SHORTEST or is_path(value):
         return False
@@ -43,12 +43,12 @@ def is_secret_variable(name: str, value: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """Whether it is the absolute path of something that exists."""
+    """True if `text` is the absolute path of something that exists."""
     return text.startswith("/") and os.path.exists(text)  # noqa: PTH110  # Path.exists raises for a long text
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a config key, or its last part, says that its value is a secret."""
+    """True if the last part of a config key says that its value is a secret."""
     return KEYS.fullmatch(re.split(r"[./]", key)[-1]) is not None
 
 

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and who hears them."""
+"""The signals that ask a run to stop, and what each process does about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel counts of a stretch of time: this process's share of the processors, and everybody else's."""
+"""Processor time over a stretch of a run: this process's, and that of everybody else on the machine."""
 
 from __future__ import annotations
 

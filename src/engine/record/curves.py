@@ -18,12 +18,8 @@ TIMED = (
     "train/images_per_sec_per_device",
     "train/data_wait",
 )
-MUST_AGREE = (
-    "steps",
-    "batch_size",
-    "samples_seen",
-    "dropped_per_epoch",
-)  # of two results; else it was another training
+# Of two results; where one differs, it was another training.
+MUST_AGREE = ("steps", "batch_size", "samples_seen", "dropped_per_epoch")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What may have disturbed a measurement: other programs, a hypervisor, too few processors, heat, drift within the run."""
+"""What may have disturbed a measurement: other programs, a hypervisor, too few processors, heat, drift during the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from src.engine.machine import hardware
 
 OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # from here on a figure is flagged; see `flags`
-FEWEST_STEPS = 20  # before the halves of a run are held against each other
+FEWEST_STEPS = 20  # timed steps from which on the halves of a run are compared
 
 
 def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,20 +19,20 @@ WARM_UP_STEPS = 10
 
 
 class Clock(Protocol):
-    """A device that works on while its process asks for more."""
+    """A device that computes asynchronously, as a GPU does."""
 
     def wait(self) -> None:
-        """Until it has done all that was asked of it. Called twice in a run: after the first step, and at the window's start."""
+        """Block until it has done all queued work. Called twice in a run: after the first step, and when the window opens."""
 
     def step_ends(self) -> None:
-        """All of a step has been asked of it."""
+        """All work of a step is queued."""
 
     def is_idle(self) -> bool:
-        """Whether it has done the last step."""
+        """True if it has done the last step."""
 
 
 def warm_up_steps(steps: int) -> int:
-    """Of a run (or the rest of one) of so many steps: the first ten, of a short one the first quarter."""
+    """Untimed steps at the start of a run, or of the rest of one: ten, but of a short one a quarter."""
     return min(WARM_UP_STEPS, max(1, steps // 4))
 
 
@@ -69,7 +69,7 @@ class Meter:
             self._mark = time.perf_counter()
 
     def pause(self) -> None:
-        """What happens from here to `resume` is not training. Called between two steps."""
+        """Leave the time until `resume` out. Called between two steps."""
         self._paused_at = time.perf_counter()
         if self._is_open:
             self.usage.end()
@@ -108,7 +108,7 @@ class Meter:
             self._close_interval()
 
     def synchronised(self) -> None:
-        """The device has done all that was asked of it: a boundary."""
+        """The device has done all queued work: a boundary."""
         if self._open_steps:
             self._close_interval()
         if self.steps_timed:

@@ -1,4 +1,4 @@
-"""Hands a run's numbers to everyone who wants them: metrics.jsonl, TensorBoard, console. Rank 0's; other ranks record nothing."""
+"""Writes a run's numbers to metrics.jsonl, TensorBoard and the console. Rank 0 has one; other ranks record nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Recorder:
             log.info("epoch %d/%d  train/loss %.4f%s", epoch, epochs, loss, found)
 
     def end(self, step: int, config: dict[str, Any], confusions: dict[str, Tensor], classes: list[str]) -> None:
-        """What is shown once: confusion matrices by split, config, hparams."""
+        """Write what is shown once, and close: confusion matrices by split, config, hparams."""
         if self.enabled:
             for split, counts in confusions.items():
                 self.tensorboard.confusion(f"{split}/confusion", counts, classes, step)

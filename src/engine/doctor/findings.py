@@ -22,7 +22,7 @@ class Finding:
     stops: bool = False
 
 
-def judge(facts: Facts) -> list[Finding]:
+def findings_of(facts: Facts) -> list[Finding]:
     """In the order in which things are to be mended."""
     return [_python(facts), _libraries(facts), _torch(facts), *_devices(facts), *_machine(facts), _rendezvous(facts)]
 
@@ -36,7 +36,7 @@ def strategies_to_try(facts: Facts, findings: list[Finding]) -> dict[str, int]:
     return {"single": 1} | ({"dp": several, "ddp": several} if several > 1 else {})
 
 
-def judge_tries(facts: Facts) -> list[Finding]:
+def findings_of_tries(facts: Facts) -> list[Finding]:
     found = []
     for strategy, tried in facts.tries.items():
         if "error" in tried:
