@@ -28,8 +28,7 @@ LOCK_SECONDS = 60.0  # for another task that brings jobs.json up to date
 def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config]) -> int:
     """Submit the waiting jobs of a sweep as one array. Returns the exit code: at once, unless cluster.wait=true.
 
-    `configs`: theirs. Errors: ValueError where they ask for nodes of different sizes, where one is in the queue
-    already, or with Slurm's own refusal.
+    `configs`: theirs.
     """
     waiting, config = [job for job in jobs.jobs if job.status == "waiting"], configs[0]
     if any(other.cluster != config.cluster for other in configs):
@@ -78,10 +77,7 @@ def array_script(config: Config, folder: Path, tasks: str) -> str:
 
 
 def update(folder: Path) -> None:
-    """Bring jobs.json up to date with what the tasks have left so far; the report, when all have ended.
-
-    Errors: ValueError where another task has held the folder for too long.
-    """
+    """Bring jobs.json up to date with what the tasks have left so far; the report, when all have ended."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:

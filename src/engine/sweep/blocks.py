@@ -38,7 +38,7 @@ def is_repeated(settings: SweepConfig) -> bool:
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Errors: ValueError when the blocks cannot have seeds of their own."""
+    """Refuse blocks that cannot have seeds of their own."""
     if not is_repeated(settings):
         return
     seeds = {point.config.seed for point in points}

@@ -71,10 +71,8 @@ class Board:
         """By the rate since this start, whole jobs and the shares of those under way; None before anything is done."""
         running = [job for job in self._jobs.jobs if job.status == "running"]
         shares = sum(self._share(job) for job in running)
-        done, left = (
-            self._done + shares,
-            sum(job.status == "waiting" for job in self._jobs.jobs) + len(running) - shares,
-        )
+        done = self._done + shares
+        left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs) - shares
         return (time.monotonic() - self._began) * left / done if done > 0 and left > 0 else None
 
     def _share(self, job: Job) -> float:

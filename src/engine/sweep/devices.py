@@ -62,8 +62,7 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
     """`sweep.jobs` or `search.n_jobs` as a number; None for auto: as many as there are devices for.
 
     `key` names it in refusals; `configs` are those of the jobs, resolved, as far as they are known; `all_jobs` holds
-    what the sweep or search says of all of them. Errors: ValueError, one line, where jobs are
-    timed, or where memory holds fewer than were asked for.
+    what the sweep or search says of all of them. Refused where jobs are timed, or memory holds fewer.
     """
     if asked == 1:
         return 1

@@ -36,10 +36,7 @@ class Point:
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """The sweep as composed without its swept keys, and its points; of a search, the one that all trials start from.
-
-    Errors: ValueError when any point has a key or value that can never be right, or when there is nothing to sweep over.
-    """
+    """The sweep as composed without its swept keys, and its points; of a search, the one that all trials start from."""
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
@@ -70,7 +67,7 @@ def settle(point: Point) -> None:
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
-    """The point that a composed tree is. Errors: ValueError for a key or value that can never be right."""
+    """The point that a composed tree is."""
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
@@ -111,7 +108,7 @@ def given(tree: DictConfig) -> list[str]:
 def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
     """The keys that the command line gives of a sweep or search that goes on: of `keys`, or shell code, which is nowhere else.
 
-    Errors: ValueError for another one, which was frozen when it began.
+    Any other was frozen when it began, and is refused.
     """
     said = {word.lstrip("+").partition("=")[0] for word in given(command.tree)}
     if changed := sorted(said.difference(("sweep.resume", *keys, *(f"cluster.{key}" for key in CODE)))):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # its import takes a while, and only a search needs it
 
 
 def start_search(command: Command, base: Point) -> int:
-    """Run a new search. Returns the exit code. Errors: ValueError before any trial has started."""
+    """Run a new search. Returns the exit code."""
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
         raise ValueError("cluster.submit=false: a search submits its trials as it goes; leave it at true")
@@ -70,7 +70,7 @@ def start_search(command: Command, base: Point) -> int:
 
 
 def resume_search(folder: Path, command: Command) -> int:
-    """Go on with the search in `folder` until it has had its n_trials. Returns the exit code. Errors: ValueError."""
+    """Go on with the search in `folder` until it has had its n_trials. Returns the exit code."""
     config, _, _ = read_search(folder)
     check_scheduler(config.cluster)
     keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs")

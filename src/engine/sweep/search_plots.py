@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -33,30 +34,21 @@ def draw_study(study: optuna.Study, metric: str) -> list[tuple[str, str]]:
     different = {trial.value for trial in done}  # all the same, there is nothing to explain
     reported = any(trial.intermediate_values for trial in study.get_trials(deepcopy=False))
     keys = sorted({key for trial in done for key in trial.params})[:MOST_SLICES]
-    wanted: list[tuple[bool, str, Callable[[], Any]]] = [
-        (
-            bool(done),
-            f"{metric} of each trial, and the best so far",
-            lambda: plots.plot_optimization_history(study, target_name=metric),
-        ),
+    named = {"target_name": metric}
+    at_each = f"{metric} at each evaluation; a curve that ends early is a pruned trial"
+    wanted: list[tuple[bool, str, Callable[..., Any], dict[str, Any]]] = [
+        (bool(done), f"{metric} of each trial, and the best so far", plots.plot_optimization_history, named),
         (
             len(different) >= LEAST_FOR_IMPORTANCE,
             f"Share of each key in how much {metric} varies (fANOVA)",
-            lambda: plots.plot_param_importances(study, target_name=metric),
+            plots.plot_param_importances,
+            named,
         ),
-        (
-            reported,
-            f"{metric} at each evaluation; a curve that ends early is a pruned trial",
-            lambda: plots.plot_intermediate_values(study),
-        ),
-        (True, "When each trial ran, and how it ended: done, pruned or failed", lambda: plots.plot_timeline(study)),
-        (
-            bool(done),
-            f"{metric} over each key; the darker, the later",
-            lambda: plots.plot_slice(study, params=keys, target_name=metric),
-        ),
+        (reported, at_each, plots.plot_intermediate_values, {}),
+        (True, "When each trial ran, and how it ended: done, pruned or failed", plots.plot_timeline, {}),
+        (bool(done), f"{metric} over each key; the darker, the later", plots.plot_slice, {"params": keys, **named}),
     ]
-    return [(caption, _svg(plot, caption)) for there, caption, plot in wanted if there]
+    return [(caption, _svg(partial(plot, study, **more), caption)) for there, caption, plot, more in wanted if there]
 
 
 def _svg(plot: Callable[[], Any], caption: str) -> str:

@@ -61,7 +61,7 @@ class Dimension:
 def read_space(command: Command) -> list[Dimension]:
     """The space of a command line: `search.params`, `hydra.sweeper.params`, and what the command line sweeps over.
 
-    A key that the command line sets to one value is not searched. Errors: ValueError, one line naming key and value.
+    A key that the command line sets to one value is not searched.
     """
     from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -89,7 +89,7 @@ def read_space(command: Command) -> list[Dimension]:
 
 
 def parse_space(params: dict[str, Any]) -> list[Dimension]:
-    """Key -> text in Hydra's sweep syntax. Errors: ValueError for a text that is no sweep."""
+    """Key -> text in Hydra's sweep syntax."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -136,10 +136,7 @@ def _dimension(override: Any) -> Dimension:
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> None:
-    """Refuse a search that can never be right: its settings, and the ends of every dimension.
-
-    Errors: ValueError, one line with key, value and remedy.
-    """
+    """Refuse a search that can never be right: its settings, and the ends of every dimension."""
     settings, metric = config.search, config.optimized_metric
     if settings.direction is not None and settings.direction != natural_direction(metric):
         raise ValueError(f"search.direction={settings.direction}: {metric} is one to {natural_direction(metric)}")
@@ -172,7 +169,7 @@ def natural_direction(metric: str) -> str:
 
 
 def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
-    """The point with `overrides` (one value each) on the frozen base. Errors: ValueError when it can never be right."""
+    """The point with `overrides` (one value each) on the frozen base."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     tree = copy.deepcopy(base)
@@ -202,7 +199,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
 
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
-    """Settings, base and space that `freeze_search` wrote. Errors: ValueError when they cannot be read."""
+    """Settings, base and space that `freeze_search` wrote."""
     try:
         tree = OmegaConf.load(folder / FROZEN)
         assert isinstance(tree, DictConfig)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # its import takes a while, and only a search needs it
 
 
 def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
-    """Errors: ValueError when the storage cannot be opened, or has no (or, for a new search, already such a) study."""
+    """The study of a search in its storage, which for a new one must not have it yet."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -44,7 +44,7 @@ class SlurmQueue:
         return self._jobs.get(str(script))
 
     def job_now(self, script: Path) -> str | None:
-        """As `job_of`, at this moment. Errors: ValueError where Slurm does not answer for a minute."""
+        """As `job_of`, at this moment; a controller that does not answer is given a minute."""
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -56,7 +56,6 @@ class SlurmQueue:
             time.sleep(LOOK_SECONDS)
 
     def submit(self, script: Path) -> str:
-        """Errors: ValueError with Slurm's own refusal."""
         self._jobs[str(script)] = job = sbatch(script)
         return job
 

@@ -25,8 +25,6 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     """Run, resume or only show the sweep of a command line. Returns the exit code.
 
     `training_size` tells how many training images there are, for the plan that a dry run shows.
-
-    Errors: ValueError before any job has started.
     """
     command, points = expand(arguments)
     for line in dict.fromkeys(line for point in points for line in point.remarks):
