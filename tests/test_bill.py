@@ -54,7 +54,8 @@ class Run:
     def write(self, what, words): print(json.dumps([what, words], default=str), file=self.file)
     def define_metric(self, name, step_metric): self.write("define_metric", [name, step_metric])
     def log(self, words): self.write("log", words)
-    def finish(self): self.write("finish", None); self.file.close()
+    def finish(self):  # as often as one likes, as the real one
+        if not self.file.closed: self.write("finish", None); self.file.close()
 
 def init(**words): return Run(**words)
 """
