@@ -192,6 +192,23 @@ def test_hosts_are_blocks_of_their_own_and_said(tmp_path: Path) -> None:
     assert "Runs on 2 hosts (node1, node2)" in html
 
 
+def test_points_without_a_common_block_are_not_led_by_one_of_them(tmp_path: Path) -> None:
+    found = {}
+    for hosts in (("node1", "node2", "node3"), ("node1", "node1", "node2")):
+        sweep = Sweep(tmp_path / "".join(hosts))
+        for (strategy, devices, speed), host in zip(
+            (("single", 1, 1000), ("dp", 2, 1500), ("ddp", 2, 1900)), hosts, strict=True
+        ):
+            sweep.repeat(strategy, devices, [speed, speed + 5, speed - 5], environment={"host": host})
+        found[len(set(hosts))] = read(sweep.write())[2]["lead"]
+    assert found[3]["sentence"].startswith(
+        "No verdict: on no host did a block run both single on 1 device and dp × 2; ddp × 2."
+    )
+    assert found[3]["command"] == "" and found[3]["point"] is None
+    assert found[2]["sentence"].startswith("dp on 2 devices trains 1.50 ×") and found[2]["point"] == "dp × 2"
+    assert found[2]["sentence"].endswith("Not compared, for want of a common block: ddp × 2.")
+
+
 def test_a_sweep_given_with_one_of_its_runs_counts_it_once(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     folder = sweep.write()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from src.engine.report.comparison import Group, MeasuredPoint, complexity
 from src.engine.report.families import SPEED, rows
 from src.engine.report.measured import RunRecord
-from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast, choose
-from src.engine.report.wording import doubt, percent, times, with_range
+from src.engine.report.statistics import HOLDS, SMALLEST_DIFFERENCE, Contrast, choose, estimate
+from src.engine.report.wording import doubt, listing, percent, times, with_range
 from src.schema import TrainConfig
 
 
@@ -34,7 +34,8 @@ def lead_of(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> L
             "The figures below are what was measured; run the sweep again on a quiet machine.",
         )
     simplest_first = sorted(group.points, key=lambda p: (p.nodes, p.devices, complexity(p.strategy), p.options))
-    chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], smallest_difference)
+    measured, labels = rows(group, SPEED), [point.label for point in simplest_first]
+    chosen = choose(measured, labels, smallest_difference)
     if chosen is None:
         return Lead(group, "No finished run here has images/s that can be compared yet.")
     point, as_simpler = group.named(chosen[0]), chosen[1]
@@ -46,6 +47,11 @@ def lead_of(group: Group, smallest_difference: float = SMALLEST_DIFFERENCE) -> L
         )
     else:
         contrast, sentence = _against_single(group, point)
+    to_lead = estimate(measured, [(label, point.label) for label in labels])
+    apart = [found.a for found in to_lead if found.n and found.difference is None]
+    if apart and contrast is None:
+        return Lead(group, f"No verdict: on no host did a block run both {spoken(point)} and {listing(apart)}.")
+    sentence += f" Not compared, for want of a common block: {listing(apart)}." if apart else ""
     return Lead(group, sentence, command(point.runs[0]), point, contrast)
 
 
