@@ -4,9 +4,9 @@
 # second process to look after.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
-# Home is everybody's: `--user $(id -u)` then writes outputs that belong to whoever started it.
-RUN python3 -m venv /opt/venv && mkdir -p /home/user/project && chmod 1777 /home/user && useradd --uid 1000 --home /home/user user \
-    && chown user /home/user/project
+# Home and project are everybody's: `--user $(id -u)` then writes outputs that belong to whoever started it.
+RUN python3 -m venv /opt/venv && mkdir -p /home/user/project && useradd --uid 1000 --home /home/user user \
+    && chown user /home/user/project && chmod 1777 /home/user /home/user/project
 ENV PATH=/opt/venv/bin:$PATH HOME=/home/user PYTHONUNBUFFERED=1
 WORKDIR /home/user/project
 COPY requirements.lock .

@@ -1,4 +1,9 @@
-"""The comparison report again: `python scripts/report.py <sweep folder> [more folders]`."""
+"""The comparison report again: `python scripts/report.py <sweep folder> [more folders]`.
+
+With `baseline=report.json`, which an earlier report left, every point that is in both is held against it. Exit code 1 where
+the images/s of one fell by more than `max-drop` percent, and with repeats the interval bears that out; 2 for a baseline that
+nothing can be held against: of other hardware or settings, or without a common point.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.arguments import CommandLine, refused_in_a_line
+from src.engine.config.arguments import CommandLine, number, refused_in_a_line
+from src.engine.report.baseline import changes, read_report
 from src.engine.report.report import write_report
+from src.engine.report.statistics import FAILS
 
 
 @refused_in_a_line
@@ -18,9 +25,21 @@ def main(words: list[str]) -> int:
         "folders", nargs="+", type=Path, help="sweep folders, finished or not, or folders of ended runs"
     )
     parser.add_argument("--out", type=Path, help="folder for the four files (default: the first folder)")
+    parser.add_argument("--baseline", type=Path, help="report.json of an earlier report, to hold this one against")
+    parser.add_argument(
+        "--max-drop", type=number(), default=5.0, help="percent that a point may be slower than there (default: 5)"
+    )
     arguments = parser.read(words)
-    print(write_report(arguments.folders, arguments.out))
-    return 0
+    # Read first: it may be the file that is written anew.
+    before = None if arguments.baseline is None else read_report(arguments.baseline)
+    page = write_report(arguments.folders, arguments.out)
+    print(page)
+    if before is None:
+        return 0
+    found, limit = changes(read_report(page.with_name("report.json")), before), arguments.max_drop / 100
+    for change in found:
+        print(change.line(limit))
+    return 1 if any(change.verdict(limit) == FAILS for change in found) else 0
 
 
 if __name__ == "__main__":

@@ -99,10 +99,12 @@ def test_what_is_wrong_is_named_with_its_remedy(changes: dict[str, Any], name: s
 @pytest.mark.parametrize(
     ("driver_cuda", "built", "visible", "remedy"),
     [
-        ("12.8", "13.0", 2, "/whl/cu128"),
-        ("12.7", "13.0", 2, "/whl/cu126"),
-        ("12.2", "13.0", 2, "update the driver"),
+        ("12.8", "13.0", 2, "/whl/cu126"),
+        ("12.0", "13.0", 2, "/whl/cu126"),
+        ("11.8", "13.0", 2, "update the driver"),
+        ("12.2", None, 2, "/whl/cu126"),
         ("13.0", None, 2, "/whl/cu130"),
+        ("13.0", "13.2", 2, "--gpus all"),  # minor versions do not matter
         ("13.0", "13.0", 0, "CUDA_VISIBLE_DEVICES"),
         ("13.0", "13.0", 2, "--gpus all"),
     ],
@@ -112,7 +114,9 @@ def test_a_torch_that_sees_no_gpu_gets_its_remedy(
 ) -> None:
     machine = facts(2, driver_cuda=driver_cuda, visible=visible)
     machine.torch |= {"cuda": built, "devices": []}
-    assert remedy in remedies(findings_of(machine))["GPUs"]
+    said = remedies(findings_of(machine))["GPUs"]
+    assert remedy in said
+    assert ("/whl/" in said) == ("pip uninstall -y torch" in said), "pip keeps another build of the same version"
 
 
 def test_missing_peer_access_is_said() -> None:

@@ -156,6 +156,17 @@ class Small(nn.Module):
         return self.layers(images) * self.scale
 
 
+class Recurrent(nn.Module):
+    """torch's LSTM keeps a second list of its weights, which a replica must not share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 4, batch_first=True, bidirectional=True), nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.lstm(images.view(-1, 3, 2))[0].mean(1))  # type: ignore[no-any-return]
+
+
 def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
     config = ParallelConfig(
         strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1, loss_in_replica=loss_in_replica
@@ -165,11 +176,12 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
 
 @pytest.mark.parametrize("loss_in_replica", [False, True])
 @pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
+@pytest.mark.parametrize("model", [Small, Recurrent])
 def test_replicas_over_threads_give_the_gradients_of_the_bare_model(
-    batch: int, devices: int, loss_in_replica: bool
+    model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
 ) -> None:
     torch.manual_seed(0)
-    bare = Small()
+    bare = model()
     copied = copy.deepcopy(bare)
     images, labels = torch.randn(batch, 6), torch.randint(0, 3, (batch,))
     criterion = nn.CrossEntropyLoss()

@@ -116,6 +116,21 @@ def test_small_layers_are_weighed_against_large_ones(tmp_path: Path) -> None:
     assert found == [HOLDS, FAILS, UNDECIDED]
 
 
+def test_an_rnn_is_weighed_against_large_layers_and_not_against_small_ones(tmp_path: Path) -> None:
+    """Between the two transformers in depth: it would hold against the deeper one whatever it does."""
+    found = []
+    for rnn in (1400, 1990):
+        sweep = Sweep(tmp_path / f"s{rnn}")
+        for kwargs, speed in (({"depth": 32}, 1200), ({"layers": [4, 4]}, rnn), ({"depth": 2}, 1800)):
+            config = {"model": {"name": "model", "kwargs": kwargs}}
+            sweep.repeat("single", 1, [1000, 1004, 997], config=config)
+            sweep.repeat("dp", 2, [speed, speed - 4, speed + 5], config=config)
+        claim = next(c for c in read(sweep.write())[2]["claims"] if c["number"] == 6)
+        assert str(claim).count("at depth 2") == 1 and "at depth 8" not in str(claim)
+        found.append(claim["verdict"])
+    assert found == [HOLDS, FAILS]
+
+
 def test_unequal_chunks_and_refused_batches_show_claim_10_and_small_batches_break_it(tmp_path: Path) -> None:
     def verdict(change: Callable[[Sweep], object]) -> str:
         sweep = Sweep(tmp_path / f"s{len(list(tmp_path.iterdir()))}")
@@ -157,3 +172,35 @@ def test_corrections_have_a_figure_where_these_runs_show_one(tmp_path: Path) -> 
     assert "6 of 6 runs" in found["DDP shares one model between processes"]
     assert "dp × 2: 1 process" in found["DataParallel is multi-process"]
     assert found["Windows has no DDP"] == "—"  # these runs were on Linux, which proves nothing
+
+
+@pytest.mark.parametrize(
+    ("statement", "strategy", "changes", "figure"),
+    [
+        ("DP needs equal chunks", "dp", {"proof": {"chunk_sizes": [4, 3]}}, "[4, 3] on 2 devices"),
+        ("DP needs equal chunks", "dp", {"proof": {"chunk_sizes": [4, 4]}}, "—"),
+        ("Under DP only device 0 holds the model", "dp", {}, "6.00, 2.00 GiB"),
+        ("Under DP only device 0 holds the model", "ddp", {}, "—"),
+        (
+            "DDP saves memory by accumulation",
+            "dp",
+            {"config": {"train": {"accumulate": 4}}},
+            "dp × 2 with train.accumulate=4",
+        ),
+        ("DDP saves memory by accumulation", "ddp", {"config": {"train": {"accumulate": 1}}}, "—"),
+        ("DDP shares one model between processes", "ddp", {"proof": {"hashes_equal": False}}, "0 of 1 runs"),
+        ("Windows has no DDP", "ddp", {"backend": "gloo"}, "—"),
+        ("Windows has no DDP", "ddp", {"backend": "gloo", "environment": {"platform": "Windows-11"}}, "on Windows-11"),
+        ("NCCL serves Windows", "ddp", {}, "—"),
+        ("DP passes parameters through the CPU", "dp", {}, "—"),
+        ("DP scatters the loss", "dp", {}, "—"),
+    ],
+)
+def test_a_correction_takes_its_figure_from_the_runs_files_or_has_none(
+    tmp_path: Path, statement: str, strategy: str, changes: dict[str, Any], figure: str
+) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.add(strategy, 2, **changes)
+    found = {c["statement"]: c["figure"] for c in read(sweep.write())[2]["corrections"]}
+    assert (found[statement] == "—") == (figure == "—")
+    assert figure in found[statement]

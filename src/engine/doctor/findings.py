@@ -8,7 +8,9 @@ from src.engine.doctor.look import Facts
 
 PYTHONS = ((3, 11), (3, 13))
 TORCHES = ((2, 11), (2, 14))
-WHEELS = ((13, 0, "cu130"), (12, 8, "cu128"), (12, 6, "cu126"))  # builds of torch, by the CUDA that they need
+# Builds that every one of TORCHES has, by CUDA's major version. A driver for 12.x runs all builds for 12.x, one for 13.x those
+# for 13.x too (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: from driver 525, and from 580).
+WHEELS = {12: "cu126", 13: "cu130"}
 GIB = 2**30
 
 
@@ -133,15 +135,19 @@ def _remedy_for_blind_torch(facts: Facts) -> str:
     """A driver too old for torch's CUDA, a torch without CUDA, or devices that are hidden or not handed in."""
     if facts.visible == 0 and facts.torch.get("cuda"):
         return "CUDA_VISIBLE_DEVICES hides them: unset it"
-    runs = _numbers(facts.driver_cuda or "0.0")
-    needs = _numbers(facts.torch["cuda"]) if facts.torch.get("cuda") else None
+    runs = _numbers(facts.driver_cuda or "0.0")[0]
+    needs = _numbers(facts.torch["cuda"])[0] if facts.torch.get("cuda") else None
     if needs is None or runs < needs:
-        build = next((name for major, minor, name in WHEELS if (major, minor) <= runs), None)
+        build = next((WHEELS[major] for major in sorted(WHEELS, reverse=True) if major <= runs), None)
         if build is None:
             return f"update the driver: it runs CUDA up to {facts.driver_cuda}, older than any supported torch needs"
-        pin = ".".join(map(str, TORCHES[1]))
-        line = f"pip install 'torch<={pin}.99' torchvision --index-url https://download.pytorch.org/whl/{build}"
-        return f"{line}   # or update the driver" if needs else line
+        low, (major, minor) = ".".join(map(str, TORCHES[0])), TORCHES[1]
+        # pip takes another build of the version that is here for the same, so that one goes first.
+        line = (
+            f"pip uninstall -y torch torchvision && pip install 'torch>={low},<{major}.{minor + 1}' torchvision "
+            f"--index-url https://download.pytorch.org/whl/{build}"
+        )
+        return f"{line}   # or update the driver, as Blackwell GPUs need it" if needs else line
     return "in a container start it with --gpus all; else look at nvidia-smi and reboot after a driver update"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, Ruling, gib, missing, weigh
+from src.engine.report.evidence import Evidence, Ruling, Stated, gib, missing, weigh
 from src.engine.report.families import SPEED
 from src.engine.report.measured import RunRecord
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
@@ -90,13 +90,15 @@ def ddp_uses_the_cores(e: Evidence) -> Ruling:
 
 
 def lock_hurts_small_layers(e: Evidence) -> Ruling:
+    """Each deeper model is held against the one of fewest layers on as many devices."""
     known = [(depth, s) for s in e.stated(SPEED, "dp", "single") if (depth := _depth(s.group)) is not None]
-    pairs = {
-        many.a: (many, few)
-        for depth, many in known
-        for other, few in known
-        if depth > other and (many.a.devices, many.group.batch_words) == (few.a.devices, few.group.batch_words)
-    }.values()
+    known.sort(key=lambda entry: entry[0])
+    fewest: dict[tuple[int, str], tuple[int, Stated]] = {}
+    pairs = []
+    for depth, stated in known:
+        layers, few = fewest.setdefault((stated.a.devices, stated.group.batch_words), (depth, stated))
+        if depth > layers:
+            pairs.append((stated, few))
     against = listing(f"{figure(few.contrast.ratio or 0)} × at depth {_depth(few.group)}" for _, few in pairs)
     verdicts = [_is_below(many.contrast, few.contrast) for many, few in pairs]
     nothing = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
@@ -133,6 +135,9 @@ def devices_idle_under_dp(e: Evidence) -> Ruling:
 
 
 def _depth(group: Group) -> int | None:
-    """Layers of the model, as given to timm in model.kwargs.depth."""
-    depth = group.points[0].runs[0].config.get("model.kwargs.depth")
+    """Layers of the model, as given to timm in model.kwargs: `depth`, or `layers` of each stage."""
+    config = group.points[0].runs[0].config
+    depth, layers = config.get("model.kwargs.depth"), config.get("model.kwargs.layers")
+    if isinstance(layers, list) and all(isinstance(count, int) for count in layers):
+        return sum(layers)
     return depth if isinstance(depth, int) else None

@@ -22,6 +22,11 @@ def hardware(run: RunRecord) -> str:
     return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
 
+def machine(name: str) -> str:
+    """Devices and processor of what `hardware` returned, without the versions, which an upgrade changes."""
+    return name.partition("; torch ")[0]
+
+
 def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     """Config keys with more than one value over the `runs` with a config, with these values; a missing key is null."""
     return {key: found for key, found in values(run.config for run in runs).items() if len(found) > 1}

@@ -1,0 +1,130 @@
+"""Whether points have become slower than they were in an earlier report: `scripts/report.py <folder> --baseline report.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.engine.report.settings import machine, spelled
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, decide, estimate
+from src.engine.report.wording import figure, listing, percent, times
+
+# Settings that change what a step computes: figures under different ones are not held against each other.
+DECIDES_SPEED = ("model.", "data.", "parallel.", "optim.opt", "optim.kwargs", "train.precision", "train.accumulate")
+SPEED_ALL_THE_SAME = (
+    "data.root",
+    "data.workers",
+    "parallel.timeout",
+    "parallel.start_timeout",
+    "parallel.max_restarts",
+)
+ARGUMENTS = ("model.kwargs.", "data.kwargs.", "optim.kwargs.", "parallel.options.")
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A point that is in both reports."""
+
+    name: str
+    contrast: Contrast  # images/s now over before
+    disturbed: bool  # most runs of its group, in one of the reports
+
+    def verdict(self, max_drop: float) -> str:
+        """On "it is at most `max_drop` (0.05: a twentieth) slower". Without repeats there is no interval: the ratio decides."""
+        limit = 1 - max_drop
+        if self.disturbed or self.contrast.ratio is None:
+            return UNMEASURED
+        if self.contrast.low is None:
+            return HOLDS if self.contrast.ratio >= limit else FAILS
+        return UNDECIDED if self.contrast.verdict == UNMEASURED else self.contrast.exceeds(limit)
+
+    def line(self, max_drop: float) -> str:
+        said = {
+            HOLDS: "ok",
+            FAILS: f"slower by more than {percent(max_drop, 1)}",
+            UNDECIDED: f"undecided: the interval holds {1 - max_drop:.2f}; more blocks would tell",
+            UNMEASURED: "no verdict: most runs were disturbed",
+        }[self.verdict(max_drop)]
+        ratio = times(self.contrast) if self.contrast.ratio is not None else "—"
+        return f"{self.name}: {ratio} the images/s of the baseline: {said}"
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Errors: ValueError where `path` is no report.json."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: cannot be read as a report.json ({error}); give one that a report has left"
+        ) from None
+    if not isinstance(report, dict) or not {"points", "groups", "runs", "shared", "varied"} <= set(report):
+        raise ValueError(f"{path}: not a report.json of this project; give one that a report has left")
+    return report
+
+
+def changes(now: dict[str, Any], before: dict[str, Any]) -> list[Change]:
+    """The points that both reports measured, with the ratio of their images/s.
+
+    All runs of all points have one noise, as in the report; blocks of two sweeps have nothing in common, so what differs
+    between them widens the interval. All points are one family.
+    Errors: ValueError, one line, where nothing can be held against the baseline.
+    """
+    of_now, of_before = dict(_points(now)), dict(_points(before))
+    common = [key for key in of_now if key in of_before]
+    if not common:
+        raise ValueError(_nothing_in_common(of_now, of_before))
+    _check_settings(now, before)
+    rows = [
+        (f"{place} {when}", None, speed)
+        for place, key in enumerate(common)
+        for when, points in (("now", of_now), ("before", of_before))
+        for speed in points[key][1]
+    ]
+    contrasts = decide(estimate(rows, [(f"{place} now", f"{place} before") for place in range(len(common))]))
+    disturbed = _disturbed(now) | _disturbed(before)
+    return [
+        Change(of_now[key][0], contrast, key[:2] in disturbed) for key, contrast in zip(common, contrasts, strict=True)
+    ]
+
+
+def _points(report: dict[str, Any]) -> Iterator[tuple[Key, tuple[str, list[float]]]]:
+    """(what tells a point from others, (its name, images/s of its repeats)); none of dp as threads on CPU."""
+    rows = {row["run"]: row for row in report["runs"]}
+    for point in report["points"]:
+        own = [rows[name] for name in point["runs"] if name in rows]
+        compared = (row for row in own if row["block"] is not None and not row["neighbours"])
+        speeds = [row["images_per_sec"] for row in compared if row["images_per_sec"]]
+        if speeds and not point["stand_in"]:
+            place = (machine(point["hardware"]), point["group"])
+            key = (*place, point["strategy"], point["devices"], point["nodes"], point["options"])
+            yield key, (f"{point['group']}, {point['label']} at {figure(sum(speeds) / len(speeds))} images/s", speeds)
+
+
+def _disturbed(report: dict[str, Any]) -> set[Key]:
+    return {(machine(group["hardware"]), group["title"]) for group in report["groups"] if group["disturbed"]}
+
+
+def _nothing_in_common(now: dict[Key, Any], before: dict[Key, Any]) -> str:
+    here, there = ({key[0] for key in points} for points in (now, before))
+    if here and there and not here & there:
+        return f"--baseline: was measured on other hardware: {listing(sorted(there))}; here: {listing(sorted(here))}"
+    names = (listing(f"{k[1]}, {k[2]} × {k[3]}" for k in points) for points in (now, before))
+    return "--baseline: has no point in common with this report; here: {}; there: {}".format(*names)
+
+
+def _check_settings(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Of what all points share; a key that one report lacks is newer, but an argument that is missing was not given."""
+    varied = {*now["varied"], *before["varied"]}
+    differing = [
+        f"{key}={spelled(now['shared'].get(key))} against {spelled(before['shared'].get(key))}"
+        for key in sorted({*now["shared"], *before["shared"]} - varied)
+        if key.startswith(DECIDES_SPEED) and key not in SPEED_ALL_THE_SAME
+        if (key in now["shared"] and key in before["shared"]) or key.startswith(ARGUMENTS)
+        if now["shared"].get(key) != before["shared"].get(key)
+    ]
+    if differing:
+        raise ValueError(f"--baseline: was measured with other settings: {listing(differing)}")
