@@ -8,6 +8,7 @@ hold one twice. Holm (1979) keeps the chance of any wrong statement of a family 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -155,11 +156,15 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     """Blocks after which the estimate, if it stays, lies clear of no difference or of the smallest of interest."""
     assert e.difference is not None
     margin = max(e.difference, math.log1p(smallest) - e.difference)
-    blocks = np.arange(e.n + 1, MOST_BLOCKS + 1)
-    freedom = np.maximum(1, (blocks - 1) * (e.points - 1))
-    reach = stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER)
-    enough = blocks[2 * (reach * e.noise / margin) ** 2 <= blocks]
-    return int(enough[0]) if len(enough) else None
+
+    def enough(blocks: int) -> bool:
+        freedom = max(1, (blocks - 1) * (e.points - 1))
+        reach = stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER)
+        return bool(2 * (reach * e.noise / margin) ** 2 <= blocks)
+
+    more = range(e.n + 1, MOST_BLOCKS + 1)
+    place = bisect_left(more, True, key=enough)
+    return more[place] if place < len(more) else None
 
 
 def choose(
