@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
+import train as entry
 from src.data.augment import Preprocessing
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
+from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.schema import ResolvedConfig
 
@@ -38,6 +40,8 @@ TINY = (
     "optim.warmup_epochs=0",
     "train.epochs=2",
 )
+RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES")
+Refuse = Callable[..., str]
 NOT_HANDED_ON = (*NEEDED, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RUN_STARTED_AT", "COLUMNS")
 
 
@@ -255,6 +259,40 @@ def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
     starter = Train(tmp_path, caches)
     yield starter
     starter.close()
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Runs train.py's main here, in an empty folder, on a machine without CUDA; returns the one line it refuses with."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    monkeypatch.setattr(subprocess, "Popen", _no_child)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        capfd.readouterr()
+        try:
+            code = entry.main()
+        except SystemExit as leave:  # argparse
+            code = leave.code
+        out, err = capfd.readouterr()
+        assert code == 2, f"{words} ended with {code}: {err or out}"
+        assert "Traceback" not in err
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("train.py: ")
+        assert out == ""
+        assert list(here.iterdir()) == [], "a refused command leaves no folder"
+        return err
+
+    return run
+
+
+def _no_child(*words: object, **options: object) -> None:
+    raise AssertionError(f"a refused command started a process: {words}")
 
 
 @pytest.fixture

@@ -1,0 +1,270 @@
+"""No config, checkpoint, image or folder makes this project import or call what it names. Hostile inputs leave a mark if run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Refuse
+
+from src.data.datasets import build_images
+from src.data.images import decode_file as decode
+from src.engine.config.compose import ROOT, compose_command
+from src.engine.launch.job import job_command
+from src.schema import DataConfig, ModelConfig
+from src.training import checkpoint
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The mark that `import evil_package` would leave, as would calling what is in it. The test fails if it is there."""
+    mark = tmp_path / "mark"
+    package = tmp_path / "library" / "evil_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w')\nclass Handler: pass\nstream = None\n")
+    monkeypatch.syspath_prepend(package.parent)
+    yield mark
+    assert not mark.exists(), "something was imported or called because a config, a checkpoint or a file said so"
+    assert "evil_package" not in sys.modules
+
+
+def conf(folder: Path, **files: str) -> Path:
+    """A folder for --config-dir: file name (`__` for `/`) -> text."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def parse(*words: str) -> Any:
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_args(list(words))
+
+
+FACTORY = "hydra: {job_logging: {handlers: {x: {'()': evil_package.Handler}}, root: {handlers: [x]}}}"
+MODES = (("-m",), ("--help",), ("--cfg", "all"), ("--info", "config"), ("--hydra-help",))
+FILES = [
+    FACTORY,
+    "hydra: {job_logging: {handlers: {x: {class: evil_package.Handler}}, root: {handlers: [x]}}}",
+    "hydra: {hydra_logging: {formatters: {x: {'()': evil_package.Handler}}, root: {level: INFO}}}",
+    "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'ext://evil_package.stream'}}}}",
+    "tags: ['ext://evil_package.stream']\n"
+    "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: '${tags[0]}'}}}}",
+    "hydra: {callbacks: {x: {_target_: evil_package.Handler}}}",
+    "hydra: {launcher: {_target_: evil_package.Handler}}",
+    "hydra: {sweeper: {_target_: evil_package.Handler}}",
+    "defaults: [{override /hydra/launcher: evil}]",
+    "defaults: [{override /hydra/job_logging: evil}]",
+    "hydra: {searchpath: ['pkg://evil_package']}",
+    "model: {_target_: evil_package.Handler}",
+    "model: {name: evil_package.Handler}",
+    "data: {name: evil_package.Handler}",
+]
+
+
+@pytest.mark.parametrize(("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)])
+def test_nothing_is_imported_because_a_file_says_so(
+    refuse: Refuse, evil: Path, tmp_path: Path, text: str, mode: tuple[str, ...]
+) -> None:
+    folder = conf(
+        tmp_path / "conf",
+        experiment__evil=f"# @package _global_\n{text}\n",
+        hydra__launcher__evil="_target_: evil_package.Handler\n",
+        hydra__job_logging__evil="version: 1\nhandlers: {x: {class: evil_package.Handler}}\nroot: {handlers: [x]}\n",
+    )
+    assert refuse(*mode, "--config-dir", str(folder), "experiment=evil")
+
+
+@pytest.mark.parametrize("mode", [(), ("-m",), ("--help",), ("--info", "searchpath")])
+def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]) -> None:
+    assert "pkg://evil_package" in refuse(*mode, "hydra.searchpath=[pkg://evil_package]")
+    main = "defaults: [schema, _self_]\nhydra: {searchpath: ['${task_name}']}\ntask_name: pkg://evil_package\n"
+    assert "hydra.searchpath" in refuse(*mode, "--config-dir", str(conf(tmp_path / "conf", train=main)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "+hydra.job.env_set.LD_PRELOAD=/tmp/evil.so",
+        "+hydra.job.env_set.PYTHONSTARTUP=/tmp/evil.py",
+        "+hydra.job.env_set.NCCL_NET_PLUGIN=evil",
+        "hydra.job.env_copy=[HOME]",
+        "hydra.job.env_copy=[NOT_SET_ANYWHERE]",
+        "hydra.output_subdir=../elsewhere",
+        "hydra.output_subdir=/tmp/elsewhere",
+        "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
+        "hydra.job.name=../evil",  # hydra/job_logging=default names a file by it
+        "hydra.job.name=${tags[0]} tags=[../evil]",
+        "+model.kwargs.checkpoint_path=/tmp/evil.pt",
+        "+model.kwargs.pretrained_cfg={file:/tmp/evil.pt}",
+        "+model.kwargs.pretrained_cfg_overlay={url:'http://127.0.0.1/evil'}",
+        "+model.kwargs.cache_dir=/tmp/evil",
+        "model.name=hf-hub:evil/model",
+        "model.name=local-dir:/tmp/evil",
+        "model.name=src.engine.machine.process.die_with_parent",  # a function
+        "model.name=src.models.build.nn",  # a module
+        "data.name=src.engine.launch.supervisor.contextmanager",  # somebody else's
+        "search.storage=evil://host/db",
+        "search.storage=postgresql+evil://host/db",
+    ],
+)
+def test_what_a_config_may_not_ask_for(refuse: Refuse, command: str) -> None:
+    key = command.lstrip("+").partition("=")[0]
+    assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
+
+
+def test_hydras_own_logging_is_allowed_and_a_known_variable() -> None:
+    compose_command(parse("hydra/job_logging=default", "hydra/hydra_logging=default", "hydra.job.name=a"))
+    compose_command(parse("hydra/job_logging=stdout", "+hydra.job.env_set.NCCL_DEBUG=INFO", "hydra.verbose=true"))
+
+
+def test_only_classes_of_the_right_kind_are_called() -> None:
+    from src.models.build import build_model
+
+    images = build_images(DataConfig(name="synthetic"))
+    for name in (
+        "src.data.datasets.Digits",
+        "src.engine.record.result.MetricsLog",
+        "src.engine.machine.process.die_with_parent",
+    ):
+        with pytest.raises(ValueError, match="not a torch"):
+            build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
+    for name in ("src.data.datasets.Path", "src.engine.machine.process.die_with_parent", "src.models.build.nn"):
+        with pytest.raises(ValueError, match="not a class of this project"):
+            build_images(DataConfig(name=name))
+    with pytest.raises(ValueError, match="does not take them"):
+        build_model(
+            ModelConfig(name="resnet18", kwargs={"_target_": "os.system"}),
+            10,
+            images.in_chans,
+            None,
+            torch.device("cpu"),
+        )
+
+
+class Payload:
+    """Unpickled, it leaves the mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.mark, "w")
+
+
+def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "zip.pt")
+    torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Payload(mark)))
+    for name in ("zip", "old", "raw"):
+        with pytest.raises(ValueError, match=f"{name}.pt: damaged or no checkpoint"):
+            checkpoint.load(tmp_path / f"{name}.pt")
+    assert not mark.exists()
+    with open(tmp_path / "raw.pt", "rb") as file:
+        pickle.load(file).close()
+    assert mark.exists(), "the payload works"
+
+
+def test_a_file_in_a_data_folder_is_an_image_or_refused(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for name in ("a.jpg", "a.png", "a.webp"):
+        (tmp_path / name).write_bytes(pickle.dumps(Payload(mark)))
+        with pytest.raises(ValueError, match="not a readable image"):
+            decode(tmp_path / name)
+    header = b"\x00\x00\x00\rIHDR" + (200_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    import zlib
+
+    bomb = b"\x89PNG\r\n\x1a\n" + header + zlib.crc32(header[4:]).to_bytes(4, "big")
+    (tmp_path / "bomb.png").write_bytes(bomb)
+    with pytest.raises(ValueError, match="bomb"):
+        decode(tmp_path / "bomb.png")
+    assert not mark.exists()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
+    """`python -m` looks there first; a shared data folder may hold anybody's json.py."""
+    for name in ("json", "torch", "logging"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = job_command(tmp_path / "nothing")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode != 0 and "nothing" in done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"  # unpickle what other ranks send
+
+
+def unsafe_calls(source: str) -> list[str]:
+    """Calls that run what they read, in a file's source."""
+    modules = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+    calls = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.hub.load", "torch.jit.load")
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names.append(str(node.module))
+        found += [name for name in names if name.split(".")[0] in modules]
+        if isinstance(node, ast.Attribute) and re.fullmatch(OBJECTS, node.attr):
+            found.append(ast.unparse(node))
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = ast.unparse(node.func), {key.arg: ast.unparse(key.value) for key in node.keywords}
+        unsafe = (
+            name in calls
+            or given.get("shell", "False") != "False"
+            or (name == "torch.load" and given.get("weights_only") != "True")
+            or (name.endswith("load_state_dict_from_url") and given.get("weights_only") != "True")
+            or (name == "np.load" and given.get("allow_pickle") != "False")
+            or (name.startswith("yaml.") and "load" in name and not re.search("safe|SafeLoader", ast.unparse(node)))
+            or (name == "importlib.import_module" and "src" not in source)
+        )
+        found += [ast.unparse(node)] if unsafe else []
+    return found
+
+
+SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_everything_is_loaded_safely(path: Path) -> None:
+    assert unsafe_calls(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "import joblib.numpy_pickle",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "torch.load(p, weights_only=safe)",
+        "np.load(p)",
+        "np.load(p, allow_pickle=True)",
+        "yaml.load(t, Loader=yaml.FullLoader)",
+        "yaml.unsafe_load(t, Loader=L)".replace("unsafe_load", "load_all"),
+        "eval(x)",
+        "exec(x)",
+        "os.system(x)",
+        "subprocess.run(x, shell=True)",
+        "dist.all_gather_object(a, b)",
+        "dist.broadcast_object_list(a)",
+    ],
+)
+def test_the_check_of_loading_can_fail(source: str) -> None:
+    assert unsafe_calls(source) != []
