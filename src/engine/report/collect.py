@@ -15,6 +15,9 @@ from src.engine.record.result import read_result
 from src.engine.report.measured import RunRecord
 from src.engine.report.settings import flat
 
+# libyaml's, where PyYAML has it: the parser in Python needs 15 ms per config, a minute for a large study.
+SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 def collect(folders: list[Path]) -> list[RunRecord]:
     """All jobs of sweep folders and of single run folders, in order.
@@ -62,9 +65,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
     elif not result and status == "done":
         status, reason = "failed", f"{folder.name}: no result.json, though the sweep calls this job done"
     name = os.path.relpath(folder, root)
-    # libyaml's parser: the Python one needs 15 ms per config, a minute for a large study
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=loader))
+    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
     return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,
