@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -51,6 +52,26 @@ def test_teams_come_while_threads_wait_and_go_when_they_do_no_longer(monkeypatch
     assert len(crowding.idle) == crowding.teams_wanted
     pace = 0.0
     wait_for(lambda: not crowding.idle and not idle_teams())
+    pace = 1.0
+    wait_for(lambda: bool(crowding.idle))
+    crowding.close()
+    assert not crowding.is_alive() and not idle_teams()
+
+
+@linux
+def test_its_threads_end_before_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is inside torch while the interpreter shuts down aborts the process."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    give_way.cache_clear()
+    crowding = give_way(2)
+    give_way.cache_clear()
+    assert crowding is not None and crowding.is_alive()
+    for close in at_exit:
+        close()
+    assert not crowding.is_alive()
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

@@ -9,6 +9,7 @@ team that does nothing is kept beside its own. The threads that compute are as m
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -45,6 +46,7 @@ def give_way(threads: int) -> Crowding | None:
         return None
     crowding = Crowding(threads)
     crowding.start()
+    atexit.register(crowding.close)
     return crowding
 
 
@@ -59,11 +61,17 @@ class Crowding(threading.Thread):
         self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1  # more threads than cores, with our own
         self.idle: list[IdleTeam] = []
         self._waited, self._look_seconds = waited, look_seconds
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """End all threads of this: one inside torch while the interpreter shuts down would abort the process."""
+        self._over.set()
+        self.join()
+        self._end_teams()
 
     def run(self) -> None:
         crowded, calm, before, looked_at = 0, 0, self._waited(), time.monotonic()
-        while True:
-            time.sleep(self._look_seconds)
+        while not self._over.wait(self._look_seconds):
             waited, now = self._waited(), time.monotonic()
             share = (waited - before) / (now - looked_at)
             before, looked_at = waited, now
@@ -71,8 +79,11 @@ class Crowding(threading.Thread):
             if crowded >= CROWDED_LOOKS and not self.idle:
                 self.idle = [IdleTeam() for _ in range(self.teams_wanted)]
             elif calm >= CALM_LOOKS:
-                while self.idle:
-                    self.idle.pop().end()
+                self._end_teams()
+
+    def _end_teams(self) -> None:
+        while self.idle:
+            self.idle.pop().end()
 
 
 class IdleTeam(threading.Thread):
