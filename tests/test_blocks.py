@@ -148,7 +148,7 @@ def run_all(jobs: Jobs, noise: float, failing: str = "", noisy: str = "", on: st
     return ran
 
 
-@pytest.mark.parametrize(("noise", "blocks"), [(0.001, 3), (0.1, 6)])
+@pytest.mark.parametrize(("noise", "blocks"), [(0.001, 3), pytest.param(0.1, 6, marks=pytest.mark.slow)])
 def test_auto_repeats_until_the_intervals_are_narrow_enough_or_there_are_enough_blocks(
     tmp_path: Path, five: list[Point], noise: float, blocks: int
 ) -> None:
@@ -162,7 +162,7 @@ def test_auto_repeats_until_the_intervals_are_narrow_enough_or_there_are_enough_
     assert seeds == {7 + blocks - 1}
 
 
-@pytest.mark.parametrize(("on", "blocks"), [("cpu", 3), ("cuda", 4)])
+@pytest.mark.parametrize(("on", "blocks"), [("cpu", 3), pytest.param("cuda", 4, marks=pytest.mark.slow)])
 def test_auto_goes_on_only_for_ratios_that_the_report_states(
     tmp_path: Path, five: list[Point], on: str, blocks: int
 ) -> None:
@@ -173,6 +173,7 @@ def test_auto_goes_on_only_for_ratios_that_the_report_states(
     assert max(block or 0 for block in run_all(jobs, 0.001, noisy="dp", on=on)) == blocks - 1
 
 
+@pytest.mark.slow
 def test_auto_repeats_no_point_that_failed_in_the_first_block(tmp_path: Path, five: list[Point]) -> None:
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)

@@ -78,6 +78,7 @@ def test_what_pytest_said_becomes_rows() -> None:
     assert gpu_check.outcomes(said) == [("test_a.py::test_one", "passed"), ("test_a.py::test_two[a b]", "failed")]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_tests_that_take_too_long_are_ended_and_those_before_are_told(tmp_path: Path) -> None:
     """pytest itself, as it is started on a device."""

@@ -113,6 +113,7 @@ def test_a_refused_config_is_said_once_by_ranks_started_from_outside(train: Trai
     assert not (train.base / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_torchrun_ends_with_an_error_and_no_folder_when_the_config_is_refused(train: Train) -> None:
     done = train("parallel=ddp", "optim.lr=-1", form="torchrun")

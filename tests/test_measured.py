@@ -159,7 +159,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     return found
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_communication_agrees_with_a_hook_of_known_delay(norm: bool) -> None:
     for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
         assert whole == pytest.approx(0.4, rel=0.1)

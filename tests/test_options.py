@@ -237,6 +237,7 @@ def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: Ru
     assert files_below(first) == before, "the first run's folder has been touched"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_another_seed_gives_other_numbers(run_command: RunCommand, tmp_path: Path) -> None:

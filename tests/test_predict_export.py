@@ -222,6 +222,7 @@ def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train,
     assert all(torch.equal(written[name], tensor) for name, tensor in judged.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_own_model_is_exported_as_tensors(train: Train) -> None:
     words = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_ranks, resolved
+from conftest import Train, in_ranks, resolved
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
@@ -64,10 +64,18 @@ def check_trace(path: Path, names: set[str]) -> None:
     assert ranges.count("step: backward") == 4, "times train.accumulate"
 
 
-def test_one_device_and_not_a_bit_is_trained_otherwise(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_the_profilers_own_remarks_stay_off_the_console(train: Train) -> None:
+    done = train("debug=profile", "parallel=single", "data.limit_train=640")
+    assert done.returncode == 0 and done.stderr == "", done.output
+    assert "backward" in done.stdout
+
+
+def test_one_device_and_not_a_bit_is_trained_otherwise(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single")
     check(result, tmp_path / "run", COMMON)
-    assert capfd.readouterr().err == "", "the profiler's own remarks"
     without = trained(Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null")
     assert result["parameters_hash"] == without["parameters_hash"]
     lines = told(result["profile"][0], tmp_path / "run")
@@ -75,6 +83,7 @@ def test_one_device_and_not_a_bit_is_trained_otherwise(tmp_path: Path, capfd: py
     assert sum("calls" in line for line in lines) == len(result["profile"][0]["operations"])
 
 
+@pytest.mark.slow
 def test_dp_tells_its_copies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replicate = ThreadedDataParallel.replicate
 
@@ -102,6 +111,7 @@ def test_every_rank_of_ddp_has_a_trace(tmp_path: Path, without_plots: None) -> N
     assert {name: part["median"] for name, part in point["parts_ms"].items()} == parts_of(result["profile"][0])
 
 
+@pytest.mark.slow
 def test_what_is_no_part_of_a_step_is_in_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here an epoch is three steps, and each is evaluated and saved."""
     from src.run.lifecycle import Training

@@ -123,6 +123,7 @@ def search(folder: Path, *words: str) -> int:
     return run_sweep(arguments, lambda data: None)
 
 
+@pytest.mark.slow
 def test_a_whole_search(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.engine.sweep.search_plots.draw_study", lambda study, metric: [])
     slurm.at_once, folder = "done", tmp_path / "search"

@@ -54,6 +54,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form
     assert str(corrupt) in log and "Traceback (most recent call last)" in log
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_killed_rank_ends_the_run_with_its_name(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
