@@ -33,6 +33,7 @@ OPTIONS = sorted(
     for path in (ROOT / "conf").glob("*/*.yaml")
     if path.parent.name != "local"
     and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
+    and path.stem != "profile"  # which needs more than a step: test_profile.py
 )
 # One of each kind of group; every other option is for `make test-all`.
 QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"))
