@@ -248,7 +248,7 @@ def test_pages_of_freed_tensors_are_used_again() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert int(done.stdout) < 600
+    assert int(done.stdout) < 1500
 
 
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

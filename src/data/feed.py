@@ -14,9 +14,8 @@ from src.data.augment import Preprocessing
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
 
-LARGE = (
-    2**20
-)  # values; smaller batches are malloc's, which keeps them: to look for a free block takes 40 us with cold caches
+# Values of a batch. Smaller ones are malloc's, which keeps them: looking for a free block takes 40 us with cold caches.
+LARGE = 2**20
 
 
 class BatchMemory:
