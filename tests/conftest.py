@@ -47,9 +47,23 @@ NOT_HANDED_ON = (*NEEDED, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DE
 
 def resolved(*overrides: str) -> ResolvedConfig:
     """The config of `python train.py <TINY> <overrides>`, ready to run here."""
+    return resolve(compose_command(parse(*tiny(*overrides))).config)
+
+
+def parse(*words: str) -> Any:
+    """What Hydra's own parser makes of a command line."""
     from hydra._internal.utils import get_args_parser
 
-    return resolve(compose_command(get_args_parser().parse_args(tiny(*overrides))).config)
+    return get_args_parser().parse_args(list(words))
+
+
+def conf(folder: Path, **files: str) -> Path:
+    """A folder for --config-dir: file name (`__` for `/`) -> text."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
 
 
 def tiny(*overrides: str) -> list[str]:

@@ -160,17 +160,31 @@ def test_the_drawing_of_a_step_is_what_its_code_draws(language: str) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("arguments", ["train.py model.name=convnext_atto optim=sgd"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train.py parallel=ddp parallel.devices=2",
+        "train.py model.name=convnext_atto optim=sgd",
+        "train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
+    ],
+)
 def test_command_runs(arguments: str, tmp_path: Path) -> None:
+    model = "model.kwargs={}" if "model.name" in arguments else "model=tiny"
     small = [
-        "model.kwargs={}",
+        model,
         "train.epochs=1",
         "train.max_steps=2",
         "optim.warmup_epochs=0",
         "data.limit_train=64",
         "print_config=false",
     ]
-    command = [sys.executable, *shlex.split(arguments), *small, f"hydra.run.dir={tmp_path}/run"]
+    command = [
+        sys.executable,
+        *shlex.split(arguments),
+        *small,
+        f"hydra.run.dir={tmp_path}/run",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
 

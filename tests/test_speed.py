@@ -233,10 +233,13 @@ def step():
     optimizer.zero_grad()
 for _ in range(4):
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+counts = []
+for _ in range(3):  # where memory is short, the kernel takes pages back now and then
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    counts.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+print(sorted(counts)[1])
 """
 
 
@@ -248,7 +251,7 @@ def test_pages_of_freed_tensors_are_used_again() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert int(done.stdout) < 1500
+    assert int(done.stdout) < 600
 
 
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

@@ -74,6 +74,7 @@ STOPS = [
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
     pytest.param("single", signal.SIGTERM, 0, id="SIGTERM-single", marks=pytest.mark.slow),
     pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp", marks=pytest.mark.slow),
+    pytest.param("ddp", signal.SIGINT, 0, id="SIGINT-ddp", marks=pytest.mark.slow),
     pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow),
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp", marks=pytest.mark.slow),
     pytest.param("ddp", signal.SIGUSR1, 1, id="SIGUSR1-ddp-with-a-loader-worker", marks=pytest.mark.slow),

@@ -58,9 +58,9 @@ ONCE = ("raises", "killed", "stalls", "leaves_with_0")  # what is tried in every
 TABLE = [
     *(("python", "ddp", 2, name) for name in ACCIDENTS),
     *(("torchrun", "ddp", 2, name) for name in (*ONCE, "stopped", "no_memory")),
-    ("torchrun", "ddp", 1, "stalls"),
-    *(("python", "ddp", 1, name) for name in ("killed", "stalls")),
-    *(("python", "single", 1, name) for name in ("raises", "killed", "stalls")),
+    *(("torchrun", "ddp", 1, name) for name in ("raises", "stalls")),
+    *(("python", "ddp", 1, name) for name in ONCE),
+    *(("python", "single", 1, name) for name in ONCE),
     *(("python", "dp", 2, name) for name in ("raises", "stalls")),
 ]
 QUICK = {("python", "ddp", 2, "stalls")}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Refuse
+from conftest import Refuse, conf, parse
 
 from src.data.datasets import build_images
 from src.data.images import decode_file as decode
@@ -35,21 +35,6 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield mark
     assert not mark.exists(), "something was imported or called because a config, a checkpoint or a file said so"
     assert "evil_package" not in sys.modules
-
-
-def conf(folder: Path, **files: str) -> Path:
-    """A folder for --config-dir: file name (`__` for `/`) -> text."""
-    for name, text in files.items():
-        path = folder / f"{name.replace('__', '/')}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
-
-
-def parse(*words: str) -> Any:
-    from hydra._internal.utils import get_args_parser
-
-    return get_args_parser().parse_args(list(words))
 
 
 FACTORY = "hydra: {job_logging: {handlers: {x: {'()': evil_package.Handler}}, root: {handlers: [x]}}}"

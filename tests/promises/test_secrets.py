@@ -7,10 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import Refuse, Train
+from conftest import Refuse, Train, conf, parse
 
 from src.engine.config.compose import ROOT, compose_command, freeze, read_frozen
 from src.engine.config.resolve import resolve
@@ -30,15 +29,6 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
 
-def conf(folder: Path, **files: str) -> Path:
-    """A folder for --config-dir: file name (`__` for `/`) -> text."""
-    for name, text in files.items():
-        path = folder / f"{name.replace('__', '/')}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
-
-
 def holding(folder: Path) -> list[str]:
     """The files below `folder` that hold the secret, in any notation, and the names that do."""
     forms = {form.encode() for form in (SECRET, repr(SECRET)[1:-1], SECRET.replace('"', '\\"'), SECRET[:10])}
@@ -46,12 +36,6 @@ def holding(folder: Path) -> list[str]:
     assert paths
     wrong = [str(path) for path in paths if SECRET[:10] in path.name]
     return wrong + [str(p) for p in paths if p.is_file() and any(form in p.read_bytes() for form in forms)]
-
-
-def parse(*words: str) -> Any:
-    from hydra._internal.utils import get_args_parser
-
-    return get_args_parser().parse_args(list(words))
 
 
 @pytest.mark.parametrize(
