@@ -190,7 +190,7 @@ class Train:
         ranks: int = 2,
         folder: Path | None = None,
         environment: dict[str, str] | None = None,
-        timeout: float = 90,
+        timeout: float = 300,
         defaults: bool = True,
     ) -> Running:
         """`form` is python or torchrun (with `ranks`); the run folder is `<base>/run` unless given, or resumed."""
@@ -205,7 +205,7 @@ class Train:
         return self.start_command([*starter, "train.py", *words], folder, environment or {}, timeout)
 
     def start_command(
-        self, command: list[str], folder: Path, environment: dict[str, str] | None = None, timeout: float = 90
+        self, command: list[str], folder: Path, environment: dict[str, str] | None = None, timeout: float = 300
     ) -> Running:
         """Any command, from the project's root."""
         self.count += 1
@@ -333,7 +333,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iter
     starter.close()
 
 
-def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
     """`function(ranks, store, *arguments)` in as many processes, which meet through a file; what each returned, by rank.
 
     Processes are forked from a server that has imported the project, so that a group of ranks costs no start-up. One

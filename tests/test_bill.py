@@ -154,7 +154,7 @@ def pretrained(scratch: Path) -> Path:
     return file
 
 
-def run(copy: Path, line: str, *words: str, folder: Path | None = None, timeout: float = 120) -> Path:
+def run(copy: Path, line: str, *words: str, folder: Path | None = None) -> Path:
     """A command of the page with smaller figures, in the copy; returns the run's or sweep's folder."""
     if line == "make schema":
         line = "python scripts/maintain/schema.py"
@@ -165,7 +165,7 @@ def run(copy: Path, line: str, *words: str, folder: Path | None = None, timeout:
         given = [*shlex.split(line)[2:], *words, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
         chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
         command = [sys.executable, "train.py", *chosen.values()]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return folder
 
@@ -197,7 +197,7 @@ def test_the_code_of_the_page_is_as_clean_as_ours(scratch: Path) -> None:
     python = [file for file in files if file.endswith(".py")]
     for words in (("check",), ("format", "--check")):
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout
 
 
@@ -253,8 +253,6 @@ def test_folds_divide_the_images(scratch: Path, flowers: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 class TestCommands:
-    pytestmark = pytest.mark.timeout(200)
-
     def test_model(self, scratch: Path) -> None:
         alone, both = [run(scratch, line) for line in EXAMPLES["A model"].commands]
         assert result(alone)["model"] == result(both)["model"] == "src.models.patches.Patches"
@@ -336,14 +334,13 @@ def sharded(scratch: Path) -> Path:
     folder = run(scratch, first, *BUSY)
     line = again.replace("outputs/train/2026-01-01/12-00-00-000000", str(folder))
     command = [sys.executable, "train.py", *shlex.split(line)[2:3], "train.epochs=2"]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(400)
 def test_each_addition_trains_under_fsdp2(sharded: Path) -> None:
     found = result(sharded)
     assert found["world_size"] == 2
@@ -360,7 +357,6 @@ def test_each_addition_trains_under_fsdp2(sharded: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(400)
 def test_fsdp2_computes_what_ddp_computes(scratch: Path, sharded: Path) -> None:
     folder = run(scratch, "python train.py", *BUSY, "parallel=ddp", "parallel.devices=2", "train.epochs=2")
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/loss_ema"):
@@ -386,7 +382,7 @@ def test_fsdp2_computes_what_ddp_computes(scratch: Path, sharded: Path) -> None:
 @pytest.mark.processes
 def test_a_wrong_name_of_an_addition_is_refused_early(scratch: Path, words: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "train.py", *tiny(*words)]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1

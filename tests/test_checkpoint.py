@@ -82,7 +82,6 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_weights_have_the_names_of_plain_timm_under_every_strategy(contents: Contents) -> None:
     model = resolved().model
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
@@ -308,7 +307,6 @@ def resume(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("words", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)])
 def test_a_finished_run_says_so_and_keeps_its_result(resume: Any, words: tuple[str, ...]) -> None:
     """Gone on with, it would train no step, and leave a result without its throughput."""
@@ -318,7 +316,6 @@ def test_a_finished_run_says_so_and_keeps_its_result(resume: Any, words: tuple[s
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_finished_run_can_be_made_longer(resume: Any) -> None:
     code, said, started = resume("train.epochs=3")
     assert code == 0 and len(started) == 1, said
@@ -326,7 +323,6 @@ def test_a_finished_run_can_be_made_longer(resume: Any) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("words", "key"),
     [

@@ -64,12 +64,11 @@ def test_another_training_is_refused(tmp_path: Path, other: dict[str, Any], said
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_the_exit_code_says_it(tmp_path: Path) -> None:
     a, b, c = (run(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.1]), ("c", [2.0])))
     for other, code, said in ((a, 0, "agree"), (b, 1, "part at step 2: 1 against 1.1"), (c, 2, "")):
         command = [sys.executable, "scripts/compare_runs.py", str(a), str(other)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == code, done.stderr
         assert said in done.stdout
         assert done.stderr.count("\n") == (code == 2)

@@ -278,7 +278,7 @@ def test_a_driver_in_c_is_called_as_it_wants_to_be(tmp_path: Path, monkeypatch: 
     """With the signatures of cuda.h, which ctypes cannot check."""
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=30)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300)
     monkeypatch.setattr(nvidia, "_open_driver", lambda: ctypes.CDLL(str(library)))
     assert Driver.ask("13.0").devices == (
         CudaDevice(0, "first", 40 << 32, "GPU-28282828-2828-2828-2828-282828282828"),

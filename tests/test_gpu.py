@@ -30,7 +30,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def loss_on_cpu(train_shared: Train) -> float:
-    done = train_shared("parallel=single", "parallel.accelerator=cpu", timeout=150)
+    done = train_shared("parallel=single", "parallel.accelerator=cpu")
     assert done.returncode == 0, done.output
     return float(done.result["train"]["loss"])
 
@@ -38,13 +38,12 @@ def loss_on_cpu(train_shared: Train) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("way", "precision"), RUNS)
 def test_every_strategy_trains_on_the_device(train: Train, loss_on_cpu: float, way: str, precision: str) -> None:
     if way.startswith("two") and torch.cuda.device_count() > 1:
         pytest.skip("there are several devices")
     words = (*WAYS[way], "parallel.accelerator=cuda", f"train.precision={precision}")
-    done = train(*words, environment=WITHOUT_TF32, timeout=150)
+    done = train(*words, environment=WITHOUT_TF32)
     assert done.returncode == 0, done.output
     assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])

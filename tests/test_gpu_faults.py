@@ -15,7 +15,7 @@ import torch
 from conftest import Train
 
 FAULTY = Path(__file__).parent / "promises" / "faulty"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.processes
 on = pytest.mark.parametrize(
     "accelerator",
     [

@@ -28,7 +28,6 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_a_folder_of_jpeg_and_png_trains_under_ddp(train: Train) -> None:
     classes = {"café": 21, "dog": 13, "owl": 17}
     root = image_folder(

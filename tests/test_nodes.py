@@ -145,7 +145,6 @@ def _share(ranks: Ranks, store: Store) -> bool:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_rank_0_s_state_reaches_the_other_ranks() -> None:
     assert in_ranks(_share, 2) == [True, True]
 
@@ -174,7 +173,6 @@ def _train(ranks: Ranks, store: Store, folder: str, words: tuple[str, ...]) -> t
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("null", 4), ("bf16", 2), ("fp16", 2)])
 def test_a_hook_sends_half_the_bytes_and_says_so(tmp_path: Any, hook: str, bytes_per_value: int) -> None:
     found, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
@@ -182,7 +180,6 @@ def test_a_hook_sends_half_the_bytes_and_says_so(tmp_path: Any, hook: str, bytes
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("minutes", "steps"), [("1000", [4]), ("1e-9", [1, 2, 3, 4])])
 def test_rank_0_s_clock_decides_when_minutes_are_over(tmp_path: Any, minutes: str, steps: list[int]) -> None:
     words = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")

@@ -182,7 +182,6 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("group", "option"),
     [pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow) for row in OPTIONS],
@@ -214,7 +213,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: RunCommand, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = (
@@ -240,7 +238,6 @@ def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: Ru
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_another_seed_gives_other_numbers(run_command: RunCommand, tmp_path: Path) -> None:
     """Else the test above could not fail."""
     run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")

@@ -66,7 +66,6 @@ def check_trace(path: Path, names: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_the_profilers_own_remarks_stay_off_the_console(train: Train) -> None:
     done = train("debug=profile", "parallel=single", "data.limit_train=640")
     assert done.returncode == 0 and done.stderr == "", done.output
@@ -101,7 +100,6 @@ def test_dp_tells_its_copies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_every_rank_of_ddp_has_a_trace(tmp_path: Path, without_plots: None) -> None:
     result = in_ranks(trained, 2, str(tmp_path / "run"), "parallel=ddp", "parallel.devices=2")[0]
     check(result, tmp_path / "run", COMMON, ranks=2)

@@ -99,7 +99,6 @@ def test_a_small_simulation_is_right_often_enough(points: tuple[Key, ...]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
 def test_the_whole_simulation_keeps_its_promises(drift: float) -> None:
     for points in (THREE, SEVEN):

@@ -143,7 +143,6 @@ def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_worker_processes_make_the_images_that_the_rank_itself_makes() -> None:
     alone = _digests(Ranks(), None, 1, 3, 0)
     assert len(alone) == 12

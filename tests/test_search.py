@@ -36,13 +36,13 @@ def space_of(*overrides: str) -> dict[str, Any]:
     return {dimension.name: dimension for dimension in space}
 
 
-def search(folder: Path, *overrides: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def search(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "train.py", "-m", *overrides]
     if folder.exists():
         command.append(f"sweep.resume={folder}")
     else:
         command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_hydras_sweep_syntax_makes_the_space() -> None:
@@ -133,7 +133,6 @@ def test_a_follower_reports_each_evaluation_once_and_says_why_it_prunes(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_failed_trials_are_rows(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     done = search(
@@ -169,21 +168,20 @@ def study(folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(180)
 def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     words = ("search.n_trials=4", "search.n_startup_trials=1", "parallel=ddp", "parallel.devices=2")
     command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while not (folder / "1" / "metrics.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.05)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     before = (folder / "0" / "result.json").read_bytes()
-    done = search(folder, timeout=120)
+    done = search(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "0" / "result.json").read_bytes() == before, "a done trial was run again"
     jobs = read_jobs(folder).jobs
@@ -207,19 +205,18 @@ def test_killed_under_ddp_it_goes_on_to_its_last_trial(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(240)
 def test_side_by_side_killed_and_resumed_every_trial_is_had_once(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     words = ("search.n_trials=6", "search.n_jobs=2", "parallel=single", "parallel.threads_per_device=1")
     command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not all((folder / job / "metrics.jsonl").exists() for job in "23") and time.monotonic() < until:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     asked = {trial.number: trial.params for trial in study(folder).get_trials()}
-    done = search(folder, timeout=200)
+    done = search(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     jobs, trials = read_jobs(folder).jobs, study(folder).get_trials()
     assert [job.id for job in jobs] == [trial.number for trial in trials] == list(range(6))

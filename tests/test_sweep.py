@@ -26,7 +26,7 @@ SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epo
 
 def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -70,7 +70,6 @@ def test_editing_yaml_changes_nothing_queued(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategies", ["single,ddp", pytest.param("single,dp,ddp", marks=pytest.mark.slow)])
 def test_strategies_and_device_counts(tmp_path: Path, strategies: str) -> None:
     """The sweep that every well-known stack gets wrong, in the order that crashes some; single x 2 is skipped."""
@@ -91,14 +90,13 @@ def test_strategies_and_device_counts(tmp_path: Path, strategies: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_job_run_alone_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = sweep(folder, "parallel=ddp", "parallel.devices=2", "parallel.threads_per_device=1")
     assert done.returncode == 0, done.stderr
     alone = [sys.executable, "train.py", "--config-path", str(folder / "0"), "--config-name", "config"]
     again = subprocess.run(
-        [*alone, f"hydra.run.dir={tmp_path}/alone"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+        [*alone, f"hydra.run.dir={tmp_path}/alone"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert again.returncode == 0, again.stderr
     own, job = (json.loads((path / "result.json").read_text()) for path in (tmp_path / "alone", folder / "0"))
@@ -107,7 +105,6 @@ def test_a_job_run_alone_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_failing_job_is_a_row_and_the_rest_run(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = sweep(folder, "model.num_classes=10,3,10", "parallel=single")
@@ -119,7 +116,6 @@ def test_a_failing_job_is_a_row_and_the_rest_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_interrupted_and_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [
@@ -139,7 +135,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         assert running.poll() is None
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
+    output, _ = running.communicate(timeout=300)
     assert running.returncode == 130, output
     assert statuses(folder) == ["done", "interrupted", "waiting"]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
@@ -149,7 +145,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert again.returncode == 0, again.stderr

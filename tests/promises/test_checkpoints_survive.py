@@ -53,7 +53,6 @@ def _save_for_ever(folder: Path, first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["src.training.checkpoint"])
@@ -61,7 +60,7 @@ def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_
     for _ in range(20):
         process = context.Process(target=_save_for_ever, args=(tmp_path, reached + 1))
         process.start()
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while (
             not (tmp_path / f"step_{reached + 2}.pt").exists() and time.monotonic() < until
         ):  # so one whole save at least
@@ -150,7 +149,6 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_save_that_fails_leaves_the_earlier_ones_and_says_so(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -158,7 +156,7 @@ def test_a_save_that_fails_leaves_the_earlier_ones_and_says_so(tmp_path: Path) -
     answers = context.Queue()
     process = context.Process(target=_save_with_little_room, args=(tmp_path, answers))
     process.start()
-    said = answers.get(timeout=30)
+    said = answers.get(timeout=300)
     process.join()
     assert "step_8.pt: could not be written" in said
     assert "MiB free" in said and "earlier checkpoints are untouched" in said
@@ -181,7 +179,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_full_disk_ends_the_run_by_name_and_the_last_checkpoint_stays(train: Train, small_disk: Path) -> None:
     words = ("parallel=ddp", "parallel.devices=2", "checkpoint.every_steps=2", "checkpoint.keep=50", "train.epochs=50")
     done = train(*words, folder=small_disk / "run")

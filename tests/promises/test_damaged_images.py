@@ -64,7 +64,6 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
     spreads = {

@@ -35,7 +35,6 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     return files[first]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("form", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form: str) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
@@ -55,7 +54,6 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_a_killed_rank_ends_the_run_with_its_name(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
     running.wait_for_steps()
@@ -81,7 +79,6 @@ STOPS = [
 ]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
 def test_a_signal_stops_the_run_promptly(train: Train, strategy: str, number: int, workers: int) -> None:
     devices = 1 if strategy == "single" else 2
@@ -97,7 +94,6 @@ def test_a_signal_stops_the_run_promptly(train: Train, strategy: str, number: in
     assert train.left_after(5) == []
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.slow
 def test_a_signal_to_the_whole_group_does_the_same(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS, "data.workers=1")
@@ -109,7 +105,6 @@ def test_a_signal_to_the_whole_group_does_the_same(train: Train) -> None:
     assert train.left_after(5) == []
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.slow
 def test_a_signal_before_the_ranks_have_started_stops_the_run(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
@@ -119,7 +114,6 @@ def test_a_signal_before_the_ranks_have_started_stops_the_run(train: Train) -> N
     assert train.left_after(5) == []
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchrun_leaves_nothing(train: Train, number: int) -> None:
@@ -131,7 +125,6 @@ def test_a_signal_to_torchrun_leaves_nothing(train: Train, number: int) -> None:
     assert train.left_after(10) == []
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
 def test_nothing_survives_a_killed_launcher(train: Train, strategy: str) -> None:
     devices = 2 if strategy == "ddp" else 1
@@ -170,7 +163,6 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
     return "not noticed"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("where", ["start", "end"])
 def test_ranks_with_different_parameters_are_noticed(tmp_path: Path, where: str) -> None:
     assert all(

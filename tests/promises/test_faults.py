@@ -18,7 +18,7 @@ from src.engine.launch.failure import first_failure
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.lock import is_owned
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 FAULTY = Path(__file__).parent / "faulty"
 PROMPT = 15.0  # seconds from the accident, and from the watchdog's bell where it needs one
 SILENCE = 3  # parallel.timeout of these runs, seconds

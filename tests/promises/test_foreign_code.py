@@ -179,14 +179,13 @@ def test_a_file_in_a_data_folder_is_an_image_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
     """`python -m` looks there first; a shared data folder may hold anybody's json.py."""
     for name in ("json", "torch", "logging"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = job_command(tmp_path / "nothing")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "nothing" in done.stderr
     assert not (tmp_path / "mark").exists()
 

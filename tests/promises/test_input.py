@@ -104,10 +104,9 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: list[tuple[str, ...]])
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sample_of_the_valid_configs_runs(tmp_path: Path, world_size: int) -> None:
     cases = combinations(20, world_size)
-    said = in_ranks(two_steps, world_size, str(tmp_path), cases, timeout=110)
+    said = in_ranks(two_steps, world_size, str(tmp_path), cases)
     assert [line for rank in said for line in rank if line] == []
     assert [len(rank) for rank in said] == [len(cases)] * world_size

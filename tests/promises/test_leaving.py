@@ -36,12 +36,11 @@ leave(CODE)
 def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
     script = FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(100)
 def test_a_failed_rank_of_nccl_does_not_wait_in_destructors() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])

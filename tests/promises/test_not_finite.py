@@ -68,7 +68,6 @@ def train(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_ranks_stop_and_say_step_rank_images_and_checkpoint(tmp_path: Path, world_size: int) -> None:
     bad = world_size - 1
@@ -85,7 +84,6 @@ def test_all_ranks_stop_and_say_step_rank_images_and_checkpoint(tmp_path: Path, 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_skipped_steps_leave_weights_and_averages_alone_on_all_ranks(tmp_path: Path, world_size: int) -> None:
     overrides = (f"parallel.devices={world_size}", "train.on_nonfinite=skip")
@@ -102,7 +100,6 @@ def test_skipped_steps_leave_weights_and_averages_alone_on_all_ranks(tmp_path: P
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     overrides = ("parallel.devices=2", "train.on_nonfinite=skip", "train.max_skipped=2")
     ended = in_ranks(train, 2, str(tmp_path), overrides, {2, 4, 5, 6}, 0)
@@ -112,7 +109,6 @@ def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_weights_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_path: Path) -> None:
     """The update itself overflows: the loss of that step was still finite."""
     overrides = ("optim=sgd", "optim.lr=1e38", "optim.momentum=0", "train.log_every=1")
@@ -123,7 +119,6 @@ def test_weights_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_path:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_an_overflow_in_fp16_is_the_scalers_business(tmp_path: Path) -> None:
     """A scale that overflows is halved until it fits; no step counts as not finite."""
     overrides = ("train.precision=fp16", "train.on_nonfinite=skip", "train.max_skipped=0")

@@ -22,7 +22,7 @@ from src.engine.record.result import read_metrics
 from src.run.lifecycle import Training
 from src.training import checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 EPOCH, STEPS = 6, 18  # steps
 SETTINGS = (
     "print_config=false",

@@ -168,15 +168,13 @@ def test_a_sweep_and_a_search_freeze_references(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_cfg_with_resolve_shows_references() -> None:
     command = [sys.executable, ROOT / "train.py", "--cfg", "job", "--resolve", f"tags=['{REFERENCE}']"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_no_file_of_a_run_holds_a_secret_and_no_console(train: Train) -> None:
     """Everywhere a config goes: its tree on the console, frozen files, TensorBoard, records and tracebacks of a failure."""
     variables = {"HF_TOKEN": SECRET}

@@ -73,7 +73,6 @@ def listening(process: psutil.Process) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:
     running = train.start("parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1")
     running.wait_for_steps()
@@ -83,7 +82,6 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:
     assert running.signal(2).returncode == 130
 
 
-@pytest.mark.timeout(60)
 def test_tensorboard_as_we_say_to_start_it_listens_on_loopback(tmp_path: Path) -> None:
     from tensorboard import program
 

@@ -35,14 +35,13 @@ def _launch(answers: Any) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_orphans_and_the_deaf_are_found_and_others_spared() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))
     launcher.start()
-    orphan, child, _ = answers.get(timeout=30)
-    assert answers.get(timeout=30) == [False, False, True]
+    orphan, child, _ = answers.get(timeout=300)
+    assert answers.get(timeout=300) == [False, False, True]
     launcher.join()
     until = time.monotonic() + 5
     while any(psutil.pid_exists(pid) for pid in (orphan, child)) and time.monotonic() < until:

@@ -53,7 +53,6 @@ def test_one_module_knows_what_a_platform_lacks() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("parallel", ["single", "dp", "ddp"])
 def test_training_starts_without_what_windows_lacks(train: Train, parallel: str) -> None:
     done = train(f"parallel={parallel}", "train.max_steps=2", environment={"PYTHONPATH": str(HERE)})
@@ -63,7 +62,6 @@ def test_training_starts_without_what_windows_lacks(train: Train, parallel: str)
     assert done.result["world_size"] == (1 if parallel == "single" else 2)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.processes
 def test_the_hidden_names_are_hidden() -> None:
     """Else the test above would prove nothing; and of the stop signals those are left that Windows knows."""
@@ -72,7 +70,7 @@ def test_the_hidden_names_are_hidden() -> None:
         "exec(compile('import fcntl', 'x', 'exec'), {'__name__': 'src.x'})"
     )
     environment = {"PYTHONPATH": f"{HERE}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert "False" in done.stdout
     assert "SIGTERM" in done.stdout
     assert "USR" not in done.stdout
