@@ -25,11 +25,23 @@ from src.parallel.stopping import Stopping
 
 def test_alone_the_step_under_way_is_the_last() -> None:
     stopping = Stopping()
-    stopping.starts(7)
-    assert not stopping.is_due(7)
+    assert not stopping.is_due() and not stopping.is_over
     stopping.request(15)
-    assert stopping.is_due(7)
+    assert stopping.is_due() and stopping.is_over
     assert stopping.signal == 15
+
+
+def test_a_rank_that_has_left_a_step_is_waited_for_in_the_next() -> None:
+    """It may close an epoch's books for minutes before its next step begins; nobody may stop before that step."""
+    store = HashStore()
+    early, late = [Stopping(rank, 2, store) for rank in range(2)]
+    assert not early.is_due()
+    late.request(15)
+    while not late.is_asked():
+        time.sleep(0.01)
+    assert not late.is_due()
+    assert early.is_due() and late.is_due()
+    assert early.is_asked() and early.is_over and late.is_over
 
 
 @pytest.mark.parametrize("asked_by", [[0], [2], [0, 1, 2]])
@@ -42,12 +54,11 @@ def test_all_ranks_stop_after_the_same_step(asked_by: list[int]) -> None:
 
     def train(rank: int) -> None:
         for step in range(1, 10_000):
-            ranks[rank].starts(step)
             barrier.wait(20)  # the all-reduce of the step
             time.sleep(0.001 * rank)
             if step == 20 and rank in asked_by:
                 ranks[rank].request(15)
-            if ranks[rank].is_due(step):
+            if ranks[rank].is_due():
                 last[rank] = step
                 return
 

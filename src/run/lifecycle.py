@@ -140,7 +140,7 @@ class Training:
             due = (every is not None and report.step % every == 0) or self.minutes_are_over()
             if due and progress.step_in_epoch < run.steps_per_epoch:
                 self.save(is_best=False)
-        if self.strategy.stopping.is_due(progress.step) and progress.step_in_epoch < run.steps_per_epoch:
+        if self.strategy.stopping.is_over and progress.step_in_epoch < run.steps_per_epoch:
             self.stop()
 
     def step_numbers(self, report: StepReport) -> dict[str, float | None]:
@@ -202,7 +202,7 @@ class Training:
             num_samples=len(loader.reader.split),
             num_classes=self.run.num_classes,
             unreadable=loader.unreadable,
-            should_stop=(lambda: self.strategy.stopping.is_due(self.progress.step)) if may_stop else None,
+            should_stop=self.strategy.stopping.is_asked if may_stop else None,
         )
         if found is None:
             self.stop()

@@ -73,7 +73,7 @@ def train_epoch(
         if state.ema is not None:
             state.ema.update(state.model, step)
         progress.step_done()
-        stops = moments.step_ends(step)
+        stops = moments.step_ends()
         if boundary or stops:
             progress.add_losses(window.fetch(strategy))
             moments.synchronised()

@@ -25,7 +25,6 @@ class Moments:
         self.meter.epoch_begins()
 
     def step_begins(self, step: int) -> None:
-        self.stopping.starts(step)
         pulse.step = step
 
     def fetch_begins(self) -> None:
@@ -43,11 +42,11 @@ class Moments:
     def update_begins(self) -> None:
         """The gradients are whole."""
 
-    def step_ends(self, step: int) -> bool:
-        """All of the step has been asked of the device. Returns whether it was the last, because a signal has come."""
+    def step_ends(self) -> bool:
+        """All of the step has been asked of the device. Returns True if it was the last, because a signal has come."""
         pulse.steps_done += 1
         self.meter.step_ends()
-        return self.stopping.is_due(step)
+        return self.stopping.is_due()
 
     def synchronised(self) -> None:
         """The device has done all that was asked of it."""

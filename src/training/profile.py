@@ -63,11 +63,11 @@ class ProfiledMoments(Moments):
         super().update_begins()
         self._begin(OPTIMIZER)
 
-    def step_ends(self, step: int) -> bool:
+    def step_ends(self) -> bool:
         self._steps += 1
         if self._steps <= self._untimed:
             self._recording.step_ends(self._steps)
-        is_last = super().step_ends(step)  # the meter's window may open in it
+        is_last = super().step_ends()  # the meter's window may open in it
         self._begin(OTHER)
         return is_last
 
