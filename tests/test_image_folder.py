@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Train
+from conftest import run_warm
 from PIL import Image
 
 import train as entry
+from src.engine.record.result import read_result
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
@@ -28,20 +29,20 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_folder_of_jpeg_and_png_trains_under_ddp(train: Train) -> None:
+def test_a_folder_of_jpeg_and_png_trains_under_ddp(tmp_path: Path) -> None:
     classes = {"café": 21, "dog": 13, "owl": 17}
     root = image_folder(
-        train.base / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
+        tmp_path / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
     )
     words = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=16", "data.limit_train=null")
-    done = train(*words, "parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
-    assert done.returncode == 0, done.output
-    assert done.result["val"]["samples"] == 7
-    assert done.result["test"]["samples"] == 5
-    assert done.result["samples_seen"] == 4 * 48
-    assert done.result["dropped_per_epoch"] == 51 - 48
-    assert done.result["val"]["acc_best"] == 1.0, "the colour says the class"
-    assert done.result["skipped"] == {}
+    more = ("parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
+    result = read_result(run_warm(tmp_path / "run", *words, *more))
+    assert result.val["samples"] == 7
+    assert result.test["samples"] == 5
+    assert result.samples_seen == 4 * 48
+    assert result.dropped_per_epoch == 51 - 48
+    assert result.val["acc_best"] == 1.0, "the colour says the class"
+    assert result.skipped == {}
 
 
 GOOD = {"a": 1, "b": 1}

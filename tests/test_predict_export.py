@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import Finished, Train, in_ranks
+from conftest import Finished, Train, in_ranks, run_warm
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -208,34 +208,32 @@ def test_an_export_that_is_not_the_model_is_not_handed_out(
 
 
 @pytest.mark.processes
-def test_averaged_weights_are_what_is_taken_where_they_were_judged(train: Train, tmp_path: Path) -> None:
-    done = train(
-        "parallel=single", "model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic"
-    )
-    assert done.returncode == 0, done.output
-    judged = load_trained(done.folder, None, None, CPU)
+def test_averaged_weights_are_what_is_taken_where_they_were_judged(tmp_path: Path) -> None:
+    words = ("model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic")
+    run = run_warm(tmp_path / "run", "parallel=single", *words)
+    judged = load_trained(run, None, None, CPU)
     assert judged.weights == "ema"
-    raw = load_trained(done.folder, None, "model", CPU).model.state_dict()
+    raw = load_trained(run, None, "model", CPU).model.state_dict()
     assert any(not torch.equal(raw[name], tensor) for name, tensor in judged.model.state_dict().items())
-    assert export_script.main([f"run={done.folder}"]) == 0
-    written = load_file(done.folder / "export" / "model.safetensors")
+    assert export_script.main([f"run={run}"]) == 0
+    written = load_file(run / "export" / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in judged.model.state_dict().items())
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_own_model_is_exported_as_tensors(train: Train) -> None:
+def test_an_own_model_is_exported_as_tensors(tmp_path: Path) -> None:
     words = (
         "model=resnet18",
         "model.name=src.models.cifar_resnet.CifarResNet18",
         "data=synthetic",
         "data.image_size=8",
     )
-    done = train("parallel=single", *words, "train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
-    assert done.returncode == 0, done.output
-    assert export_script.main([f"run={done.folder}"]) == 0
-    written = load_file(done.folder / "export" / "model.safetensors")
-    assert written.keys() == load_trained(done.folder, None, None, CPU).model.state_dict().keys()
+    more = ("train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
+    run = run_warm(tmp_path / "run", "parallel=single", *words, *more)
+    assert export_script.main([f"run={run}"]) == 0
+    written = load_file(run / "export" / "model.safetensors")
+    assert written.keys() == load_trained(run, None, None, CPU).model.state_dict().keys()
 
 
 def test_a_moved_run_folder_is_enough(finished_run: Finished, digits: Path, tmp_path: Path) -> None:

@@ -35,12 +35,10 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     return files[first]
 
 
-@pytest.mark.parametrize("form", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form: str) -> None:
+def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
     data = ("data=folder", f"data.root={train.base}/images", "data.image_size=32", "data.limit_train=16")
-    devices = () if form == "torchrun" else ("parallel.devices=2",)
-    done = train("parallel=ddp", *devices, *data, "data.batch_size=4", "data.workers=0", form=form)
+    done = train(*TWO, *data, "data.batch_size=4", "data.workers=0")
     ended = time.time()
     assert done.returncode == 1, done.output
     failure = done.result["failure"]
@@ -53,29 +51,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train, form
     assert str(corrupt) in log and "Traceback (most recent call last)" in log
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_with_its_name(train: Train) -> None:
-    running = train.start(*TWO, *ENDLESS)
-    running.wait_for_steps()
-    running.workers()[1].kill()
-    running.started = time.monotonic()
-    done = running.finish()
-    assert done.seconds < 20
-    assert done.returncode == 1, done.output
-    assert done.result["status"] == "failed"
-    assert done.result["failure"]["rank"] == 1
-    assert "rank 1 was killed by SIGKILL" in done.stderr
-    assert train.left_after(5) == []
-
-
+# SIGTERM under single is in test_ownership.py, SIGUSR1 under ddp in test_resume.py.
 STOPS = [
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
-    pytest.param("single", signal.SIGTERM, 0, id="SIGTERM-single", marks=pytest.mark.slow),
     pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp", marks=pytest.mark.slow),
-    pytest.param("ddp", signal.SIGINT, 0, id="SIGINT-ddp", marks=pytest.mark.slow),
     pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow),
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp", marks=pytest.mark.slow),
-    pytest.param("ddp", signal.SIGUSR1, 1, id="SIGUSR1-ddp-with-a-loader-worker", marks=pytest.mark.slow),
 ]
 
 

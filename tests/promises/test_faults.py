@@ -1,6 +1,7 @@
 """A rank that stops playing along, in whichever way, ends the job promptly with its name, and nothing is left behind.
 
-One table for launch form x strategy x world size x accident. The accidents happen inside real ranks (see `faulty/`).
+One table for launch form x strategy x world size x accident, of commands; one of what happens inside ranks, where the
+launcher sees nothing else. The accidents happen inside real ranks (see `faulty/`).
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Finished, Train
+from conftest import ROOT, Train, read_lines, resolved, warm_ranks
 
+from src.engine.launch import job
 from src.engine.launch.failure import first_failure
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.lock import is_owned
+from src.engine.record.result import Result, read_result
 
 pytestmark = pytest.mark.processes
 FAULTY = Path(__file__).parent / "faulty"
@@ -45,7 +49,6 @@ ACCIDENTS = {
     "killed": Accident("kill", "rank {rank} was killed by SIGKILL", named=False),
     "crashes": Accident("segv", "rank {rank} was killed by SIGSEGV", named=False),
     "leaves_with_0": Accident("exit0", "rank {rank} left early with exit code 0", named=False),
-    "leaves_with_3": Accident("exit3", "rank {rank} left early with exit code 3", named=False),
     "stalls": Accident("stall", STALLED + "; the others waited for it", needs_watchdog=True),
     "stalls_reading": Accident("stall", STALLED + "; the others", "reading a batch", needs_watchdog=True),
     "stalls_evaluating": Accident("stall", STALLED, "evaluating", step=12, needs_watchdog=True),
@@ -54,94 +57,145 @@ ACCIDENTS = {
     "stopped": Accident("stop", "rank {rank} does not answer", needs_watchdog=True),
     "all_stall": Accident("stall", "other ranks stopped there too", rank="*", needs_watchdog=True),
 }
-ONCE = ("raises", "killed", "stalls", "leaves_with_0")  # what is tried in every launch form
-TABLE = [
-    *(("python", "ddp", 2, name) for name in ACCIDENTS),
-    *(("torchrun", "ddp", 2, name) for name in (*ONCE, "stopped", "no_memory")),
-    *(("torchrun", "ddp", 1, name) for name in ("raises", "stalls")),
-    *(("python", "ddp", 1, name) for name in ONCE),
-    *(("python", "single", 1, name) for name in ONCE),
-    *(("python", "dp", 2, name) for name in ("raises", "stalls")),
+# What the launcher sees and does: an exit code, a signal, a rank that does not end.
+COMMANDS = [
+    *(("python", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")),
+    *(("torchrun", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls")),
+    ("python", "ddp", 1, "leaves_with_0"),
+    *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
+    ("python", "dp", 2, "raises"),
+]
+# What differs inside the ranks alone.
+WARM = [
+    *(("ddp", 2, name) for name in ("raises_in_evaluation", "raises_before_the_first_step", "no_memory", "crashes")),
+    *(("ddp", 2, name) for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")),
+    *(("ddp", 1, name) for name in ("raises", "stalls")),
+    ("dp", 2, "stalls"),
+    ("single", 1, "no_memory"),
 ]
 QUICK = {("python", "ddp", 2, "stalls")}
 
 
-def have(
-    train: Train, accident: Accident, form: str, strategy: str, devices: int, *more: str
-) -> tuple[Finished, float, Accident]:
-    """The ended run, seconds from the accident to its end, and the accident as it must be told."""
+@dataclass
+class Had:
+    """A run that an accident has ended."""
+
+    code: int
+    stderr: str
+    folder: Path
+    accident: Accident  # as it must be told
+    seconds: float  # from it to the end
+
+    @property
+    def result(self) -> Result:
+        return read_result(self.folder)
+
+
+def placed(accident: Accident, strategy: str, devices: int) -> Accident:
+    """Of the rank that has it, where there is one of that number."""
     processes = devices if strategy == "ddp" else 1
-    rank = accident.rank if accident.rank == "*" else str(min(int(accident.rank), processes - 1))
-    mark = train.base / "mark"
-    environment = {
-        "FAULT": f"{accident.kind}:{rank}:{accident.step}:{accident.phase}",
-        "FAULT_MARK": str(mark),
-        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
-    }
-    words = [f"parallel={strategy}", f"parallel.timeout={SILENCE}", "train.log_every=2", *more]
-    if form == "python":
-        words.append(f"parallel.devices={devices}")
-    done = train(*words, form=form, ranks=devices, environment=environment)
-    seconds = time.time() - float(mark.read_text().split()[0])
-    return done, seconds, Accident(**{**accident.__dict__, "rank": rank})
+    return replace(accident, rank="*" if accident.rank == "*" else str(min(int(accident.rank), processes - 1)))
+
+
+def ordered(accident: Accident, mark: Path) -> dict[str, str]:
+    """The environment in which it happens (see `faulty/`)."""
+    where = f"{accident.kind}:{accident.rank}:{accident.step}:{accident.phase}"
+    return {"FAULT": where, "FAULT_MARK": str(mark), "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)])}
+
+
+def words_of(strategy: str, devices: int, form: str = "python") -> tuple[str, ...]:
+    words = (f"parallel={strategy}", f"parallel.timeout={SILENCE}", "train.log_every=2")
+    return words if form == "torchrun" else (*words, f"parallel.devices={devices}")
+
+
+def have(train: Train, accident: Accident, form: str, strategy: str, devices: int, *more: str) -> Had:
+    accident, mark = placed(accident, strategy, devices), train.base / "mark"
+    words = (*words_of(strategy, devices, form), *more)
+    done = train(*words, form=form, ranks=devices, environment=ordered(accident, mark))
+    return Had(done.returncode, done.stderr, done.folder, accident, time.time() - happened_at(mark))
+
+
+def happened_at(mark: Path) -> float:
+    return float(mark.read_text().split()[0])
+
+
+def check(had: Had, strategy: str, devices: int, is_named: bool = True) -> None:
+    accident = had.accident
+    assert had.code == 1, had.stderr
+    assert had.seconds < PROMPT + (SILENCE if accident.needs_watchdog else 0)
+    assert had.result.status == accident.status
+    if is_named:
+        said = accident.said.format(rank=accident.rank, phase=accident.phase, step=accident.step)
+        if strategy != "ddp" or devices == 1:
+            said = said.partition("; the others")[0].replace("16 images", "32 images")
+        assert said in had.stderr
+        assert said in had.result.reason
+    log = had.folder / "logs" / f"rank_{accident.rank.replace('*', '0')}.log"
+    if accident.needs_watchdog and accident.kind != "stop":
+        assert "sitecustomize.py" in log.read_text(), "the stack shows where it stood"
+    if accident.kind == "raise":
+        assert "Traceback (most recent call last)" in had.stderr
+    assert [path.name for path in had.folder.rglob("*.tmp")] == []
 
 
 @pytest.mark.parametrize(
     ("form", "strategy", "devices", "name"),
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in TABLE],
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in COMMANDS],
 )
 def test_an_accident_ends_the_run_promptly_by_name(
-    train: Train, form: str, strategy: str, devices: int, name: str, record_property: pytest.RecordProperty
+    train: Train, form: str, strategy: str, devices: int, name: str
 ) -> None:
-    done, seconds, accident = have(train, ACCIDENTS[name], form, strategy, devices)
-    record_property("seconds_to_end", round(seconds, 1))
-    assert done.returncode == 1, done.output
-    assert seconds < PROMPT + (SILENCE if accident.needs_watchdog else 0)
-    assert done.result["status"] == accident.status
-    if form == "python" or accident.named:
-        said = accident.said.format(rank=accident.rank, phase=accident.phase, step=accident.step)
-        alone = strategy != "ddp" or devices == 1
-        said = said.replace("; the others waited for it", "").replace("; the others", "") if alone else said
-        said = said.replace("16 images", "32 images") if alone else said
-        assert said in done.stderr, done.output
-        assert said in done.result["reason"]
-    log = done.folder / "logs" / f"rank_{accident.rank.replace('*', '0')}.log"
-    if accident.needs_watchdog and accident.kind != "stop":
-        assert "sitecustomize.py" in log.read_text(), "the stack shows where it stood"
-    if accident.kind == "raise":
-        assert "Traceback (most recent call last)" in done.stderr
-    assert not is_owned(done.folder)
-    assert [path.name for path in done.folder.rglob("*.tmp")] == []
+    had = have(train, ACCIDENTS[name], form, strategy, devices)
+    check(had, strategy, devices, is_named=form == "python" or had.accident.named)
+    assert not is_owned(had.folder)
     assert train.left_after(2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "devices", "name"), WARM)
+def test_an_accident_inside_a_rank_is_told_by_its_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    strategy: str,
+    devices: int,
+    name: str,
+) -> None:
+    accident, mark = placed(ACCIDENTS[name], strategy, devices), tmp_path / "mark"
+    ranks = partial(warm_ranks, environment=ordered(accident, mark), first=FAULTY / "sitecustomize.py")
+    monkeypatch.setattr(job, "run_ranks", ranks)
+    code = job.run_job(resolved(*words_of(strategy, devices)), tmp_path / "run")
+    seconds = time.time() - happened_at(mark)
+    check(Had(code, capsys.readouterr().err, tmp_path / "run", accident, seconds), strategy, devices)
 
 
 @pytest.mark.slow
 def test_a_run_restarts_from_its_newest_checkpoint(train: Train) -> None:
     settings = ("checkpoint.every_steps=2", "parallel.max_restarts=1")
-    done, _, _ = have(train, ACCIDENTS["killed"], "python", "ddp", 2, *settings)
-    assert done.returncode == 0, done.output
-    assert done.result["steps"] == 12
-    steps = [line["step"] for line in done.metrics if "train/loss" in line]
+    had = have(train, ACCIDENTS["killed"], "python", "ddp", 2, *settings)
+    assert (had.code, had.result.steps) == (0, 12), had.stderr
+    steps = [line["step"] for line in read_lines(had.folder / "metrics.jsonl") if "train/loss" in line]
     assert steps == sorted(set(steps)), "no step is logged twice"
-    assert "going on from" in (done.folder / "logs" / "rank_0.log").read_text()
+    assert "going on from" in (had.folder / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.slow
 def test_when_restarts_are_used_up_the_last_accident_is_told(train: Train) -> None:
     accident = Accident("raise", "", step=7)
     train.environment["FAULT_AGAIN"] = "12"  # the second attempt gets to step 12
-    done, _, _ = have(train, accident, "python", "ddp", 2, "checkpoint.every_steps=2", "parallel.max_restarts=1")
-    assert done.returncode == 1
-    assert done.stderr.count("Failed: rank 1: RuntimeError: the accident of this test") == 1
-    record = json.loads((done.folder / "logs" / "failure_rank_1.json").read_text())
+    had = have(train, accident, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1")
+    assert had.code == 1
+    assert had.stderr.count("Failed: rank 0: RuntimeError: the accident of this test") == 1
+    record = json.loads((had.folder / "logs" / "failure_rank_0.json").read_text())
     assert record["attempt"] == 1
-    assert "step 6" in (done.folder / "logs" / "rank_0.log").read_text(), "it went on from the newest checkpoint"
+    assert "step 6" in (had.folder / "logs" / "rank_0.log").read_text(), "it went on from the newest checkpoint"
 
 
 @pytest.mark.parametrize(
     ("codes", "oom_kills", "status", "said"),
     [
         ({1: -9}, 0, "failed", "rank 1 was killed by SIGKILL"),
+        ({0: -15, 1: 3}, 0, "failed", "rank 1 left early with exit code 3"),
         ({1: -9}, 1, "out_of_memory", "the kernel, which ran out of memory"),
         ({0: -15, 1: -11}, 1, "failed", "rank 1 was killed by SIGSEGV"),
         ({0: -15}, 0, "failed", "rank 1 left early with exit code 0"),

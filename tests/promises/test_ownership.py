@@ -66,8 +66,8 @@ def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_running_run_cannot_be_resumed_and_auto_passes_it_over(train: Train) -> None:
-    running = train.start("parallel=single", "train.epochs=1000", "train.log_every=1", f"paths.output_dir={train.base}")
+def test_a_running_run_cannot_be_resumed(train: Train) -> None:
+    running = train.start("parallel=single", "train.epochs=1000", "train.log_every=1")
     running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
     before = {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()}
     second = train(f"resume={running.folder}", defaults=False, folder=running.folder)
@@ -75,5 +75,3 @@ def test_a_running_run_cannot_be_resumed_and_auto_passes_it_over(train: Train) -
     assert len(second.stderr.splitlines()) == 1 and "in use by process" in second.stderr, second.output
     assert {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()} == before
     assert running.signal(signal.SIGTERM).returncode == 128 + signal.SIGTERM
-    again = train(f"resume={running.folder}", "train.epochs=3", defaults=False, folder=running.folder)
-    assert again.returncode in (0, 2), again.output
