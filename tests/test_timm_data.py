@@ -105,6 +105,27 @@ def test_braces_expand_as_in_a_shell(first: int, more: int) -> None:
     assert found == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
 
 
+@pytest.mark.parametrize(
+    ("name", "members", "classes"),
+    [
+        ("tar", {"002/a.png": png(0), "010/a.png": png(1)}, ["002", "010"]),
+        ("tar", {"cat/a.png": png(0), "cat/._a.png": b"", "./dog/a.png": png(1)}, ["cat", "dog"]),
+        ("wds", {"./a.png": png(0), "./a.cls": b"0", "./b.png": png(1), "./b.cls": b"01"}, ["0", "1"]),
+        ("wds", {"v1.0/a.png": png(0), "v1.0/a.cls": b"0", "v1.0/b.png": png(1), "v1.0/b.cls": b"1"}, ["0", "1"]),
+        ("wds", {"a.png": png(0), "a.cls": b"0", "._a.png": b"", "b.x.png": png(1), "b.cls": b"1"}, ["0", "1"]),
+    ],
+    ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
+)
+def test_names_in_tars_are_as_people_make_them(
+    tmp_path: Path, name: str, members: dict[str, bytes], classes: list[str]
+) -> None:
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}.tar", members)
+    images = build_images(config_of(name, tmp_path).data)
+    assert images.class_names == classes
+    assert values_and_labels(images.train) == [(0, 0), (1, 1)]
+
+
 def compressed(root: Path) -> None:
     write_tar(root / "plain.tar", folders(2))
     (root / "train.tar").write_bytes(gzip.compress((root / "plain.tar").read_bytes()))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import tarfile
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,36 +22,30 @@ from src.data.folders import IMAGE_SUFFIXES
 from src.data.images import decode
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
+# (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name. Hidden files have none.
+KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
 
 
-@dataclass
-class Members:
-    """The images of some tars, in their order."""
+class Member(NamedTuple):
+    """An image in a tar."""
 
-    tars: list[Path]
-    tar: list[int] = field(default_factory=list)  # index into tars
-    offset: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
-    label: list[str] = field(default_factory=list)
-
-    def add(self, tar: int, member: tarfile.TarInfo, label: str) -> None:
-        self.tar.append(tar)
-        self.offset.append(member.offset_data)
-        self.size.append(member.size)
-        self.label.append(label)
+    tar: int  # which of the split's tars
+    offset: int  # bytes
+    size: int  # bytes
+    label: str
 
 
 class TarSplit:
     """One split: where every image lies, and its label."""
 
-    def __init__(self, members: Members, classes: list[str]) -> None:
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
-        self.tars = members.tars
-        self.tar, self.offset, self.size = (np.array(x) for x in (members.tar, members.offset, members.size))
+        self.tars = tars
+        self.tar, self.offset, self.size = np.array([member[:3] for member in members]).T
         try:
-            self.labels = np.array([numbers[label] for label in members.label])
+            self.labels = np.array([numbers[member.label] for member in members])
         except KeyError as error:
-            raise ValueError(f"{members.tars[0].parent}: the class {error} is in a split, but not in train") from None
+            raise ValueError(f"{tars[0].parent}: the class {error} is in a split, but not in train") from None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,52 +76,53 @@ def find_tars(root: Path, split: str) -> list[Path]:
     )
 
 
-def read_index(tars: list[Path], webdataset: bool) -> Members:
+def read_index(tars: list[Path], webdataset: bool) -> list[Member]:
     """Read the headers of all members; the tars must be uncompressed."""
-    members = Members(tars)
+    members: list[Member] = []
     for number, path in enumerate(tars):
         try:
             with tarfile.open(path, "r:") as archive:
-                if webdataset:
-                    _add_pairs(members, number, archive)
-                else:
-                    _add_folders(members, number, archive)
+                labelled = _labelled_by_cls(path, archive) if webdataset else _labelled_by_folder(path, archive)
+                members += [Member(number, image.offset_data, image.size, label) for image, label in labelled]
         except (OSError, tarfile.TarError) as error:
             raise ValueError(f"{path}: not readable as an uncompressed tar ({error})") from None
-    if not members.label:
-        wanted = "images with a .cls of the same name" if webdataset else "images"
-        raise ValueError(f"{tars[0]}: no {wanted} in it ({', '.join(IMAGE_SUFFIXES)})")
+    if not members:
+        missing = "images with a .cls of the same name" if webdataset else "images"
+        raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")
     return members
 
 
-def class_names(members: Members) -> list[str]:
+def class_names(members: list[Member], webdataset: bool) -> list[str]:
     """Sorted names; for webdataset, whose labels are numbers, 0 up to the largest."""
-    if all(label.isdigit() for label in members.label):
-        return [str(number) for number in range(max(map(int, members.label)) + 1)]
-    return sorted(set(members.label))
+    if webdataset:
+        return [str(number) for number in range(max(int(member.label) for member in members) + 1)]
+    return sorted({member.label for member in members})
 
 
-def _add_folders(members: Members, number: int, archive: tarfile.TarFile) -> None:
+def _labelled_by_folder(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str]]:
     for member in archive:
-        if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
-            members.add(number, member, Path(member.name).parent.name or members.tars[number].stem)
+        place = Path(member.name)
+        if member.isfile() and place.name.lower().endswith(IMAGE_SUFFIXES) and not place.name.startswith("."):
+            yield member, place.parent.name or path.stem
 
 
-def _add_pairs(members: Members, number: int, archive: tarfile.TarFile) -> None:
-    """The members of a sample are neighbours."""
+def _labelled_by_cls(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str]]:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
     for member in archive:
-        key, _, suffix = member.name.partition(".")
-        if f".{suffix.lower()}".endswith(IMAGE_SUFFIXES):
+        found = KEY_AND_SUFFIX.fullmatch(member.name)
+        if found is None:
+            continue
+        key, suffix = found[1], found[2].lower()
+        if f".{suffix}".endswith(IMAGE_SUFFIXES):
             images[key] = member
-        elif suffix.lower() == "cls":
+        elif suffix == "cls":
             text = archive.extractfile(member)
             labels[key] = "" if text is None else text.read(20).decode("ascii", "replace").strip()
     for key, image in images.items():
         if not labels.get(key, "").isdigit():
-            raise ValueError(f"{members.tars[number]}: {image.name} has no label: {key}.cls must hold a number")
-        members.add(number, image, labels[key])
+            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a number")
+        yield image, str(int(labels[key]))  # 007 is 7
 
 
 def _expand_braces(pattern: str) -> list[str]:

@@ -32,21 +32,21 @@ class TimmImages:
         """timm's names. The keys name the columns of a Hugging Face dataset."""
         kind, _, _ = config.name.partition("/")
         splits = {"train": train_split, "val": val_split, "test": test_split}
-        wanted = {name: split for name, split in splits.items() if split is not None}
+        present = {name: split for name, split in splits.items() if split is not None}
         self.in_chans = 3
         if kind in ("tar", "wds"):
-            found = self._from_tars(config, wanted, webdataset=kind == "wds")
+            found = self._from_tars(config, present, webdataset=kind == "wds")
         elif kind == "hfds":
-            found = self._from_hub(config, wanted, input_key, target_key)
+            found = self._from_hub(config, present, input_key, target_key)
         else:
-            found = self._from_torchvision(config, wanted, download)
+            found = self._from_torchvision(config, present, download)
         self.train, self.val, self.test = found["train"], found["val"], found.get("test")
 
     def _from_tars(self, config: DataConfig, splits: dict[str, str], webdataset: bool) -> dict[str, Any]:
-        root = Path(str(config.root))
-        members = {name: tars.read_index(tars.find_tars(root, split), webdataset) for name, split in splits.items()}
-        self.class_names = tars.class_names(members["train"])
-        return {name: tars.TarSplit(found, self.class_names) for name, found in members.items()}
+        paths = {name: tars.find_tars(Path(str(config.root)), split) for name, split in splits.items()}
+        members = {name: tars.read_index(paths[name], webdataset) for name in splits}
+        self.class_names = tars.class_names(members["train"], webdataset)
+        return {name: tars.TarSplit(paths[name], members[name], self.class_names) for name in splits}
 
     def _from_hub(self, config: DataConfig, splits: dict[str, str], input_key: str, target_key: str) -> dict[str, Any]:
         found = {
