@@ -17,7 +17,7 @@ from src.data.augment import train_transform
 from src.data.datasets import Synthetic
 from src.data.feed import DeviceFeed
 from src.data.loader import Reader, TrainLoader, evaluation_requests, train_requests
-from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
+from src.data.sampling import BATCHES_ADDED_AT_ONCE, BatchRequests, EpochShard, EvaluationRequests, Reads, Request
 from src.engine.machine.ranks import Ranks
 from src.schema import AugmentConfig, DataConfig
 
@@ -169,3 +169,25 @@ def test_a_drawn_image_does_not_depend_on_what_was_drawn_before() -> None:
     reader.read(Request(0, np.arange(4)))
     torch.rand(100)
     assert torch.equal(reader.read(Request(0, np.array([4, 5])))[0][1], first)
+
+
+def test_what_a_step_draws_does_not_depend_on_who_reads_its_batch() -> None:
+    """Dropout draws from the process's generator, in which augmentation begins anew for every image."""
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    before = torch.get_rng_state()
+    Reader(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(Request(0, np.arange(4)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "batches", [1, BATCHES_ADDED_AT_ONCE - 1, BATCHES_ADDED_AT_ONCE, 2 * BATCHES_ADDED_AT_ONCE + 5]
+)
+def test_every_read_is_counted(batches: int) -> None:
+    """One that is read twice, in one batch or in two, too."""
+    reads = Reads(3 * batches + 1)
+    for batch in range(batches):
+        reads.add(np.array([3 * batch, 3 * batch + 1, 3 * batch + 1]))
+    reads.add(np.array([0]))
+    expected = np.array([*([1, 2, 0] * batches), 0])
+    expected[0] += 1
+    assert np.array_equal(reads.counts(), expected) and np.array_equal(reads.counts(), expected)

@@ -33,7 +33,7 @@ class Preprocessing:
 def train_transform(config: AugmentConfig, size: int, resize: bool) -> Transform | None:
     """uint8 [C, H, W] -> uint8 [C, size, size], with random draws; None where nothing is asked for.
 
-    `resize`: whether the images come in other sizes than `size`.
+    `resize`: True if the images come in other sizes than `size`.
     """
     from torchvision.transforms import v2
 

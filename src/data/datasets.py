@@ -149,4 +149,6 @@ def build_images(config: DataConfig) -> Images:
     try:
         return cast(Images, kind(config, **config.kwargs))
     except TypeError as error:
+        if "argument" not in str(error):  # a fault inside it, which its traceback shows
+            raise
         raise ValueError(f"data.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None

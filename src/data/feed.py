@@ -27,13 +27,14 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
+        for block in [object()]:  # as in `empty`: the list's, the variable's and, up to Python 3.13, the call's own
+            self._references_when_free = sys.getrefcount(block)
 
     def empty(self, *shape: int) -> Tensor:
         """float32, of any contents."""
         count = math.prod(shape)
-        held = 3  # references to a block that is free: the list's, `block`'s and getrefcount's own
         for block in self._blocks:
-            if len(block) == 4 * count and sys.getrefcount(block) == held:
+            if len(block) == 4 * count and sys.getrefcount(block) == self._references_when_free:
                 break
         else:
             block = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -66,10 +66,10 @@ def check_folder_root(root: Path) -> None:
         folder = root / split
         if not folder.is_dir():
             continue
-        unknown = sorted(set(class_names(folder)) - set(train))
+        names = class_names(folder)
+        unknown = sorted(set(names) - set(train))
         if unknown:
             raise ValueError(f"data.root={root}: {folder} has a class that train/ has not: {unknown[0]}")
-        names = class_names(folder)
         if not names:
             raise ValueError(f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>")
         for name in names:

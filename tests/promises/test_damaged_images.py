@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Train, in_ranks, resolved
+from conftest import Train, in_ranks, plain, resolved
 from PIL import Image
 
+from src.data.feed import DeviceFeed
 from src.data.images import UnreadableImageError
-from src.data.loader import Reader
+from src.data.loader import Loader, Reader, evaluation_requests
 from src.data.sampling import Request
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_metrics, read_result
@@ -108,6 +109,29 @@ def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path
     assert unreadable == [1, 4, 5]
     _, labels, unreadable = evaluation.read(Request(0, np.array([4, 5])))
     assert len(labels) == 0 and unreadable == [4, 5]
+
+
+def test_an_image_that_can_be_read_again_counts_again() -> None:
+    """As on a network disk that was away for a moment."""
+
+    class Split:
+        away = True
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 1 and self.away:
+                raise UnreadableImageError(f"{index}")
+            return torch.zeros(1, 2, 2, dtype=torch.uint8), 0
+
+    split = Split()
+    feed = DeviceFeed(torch.device("cpu"), plain(1, 2), channels_last=False)
+    loader = Loader(Reader(split, 1, None, 0, "skip"), evaluation_requests(split, 2, 0, 1), feed, 0)
+    for away, read, unreadable in ((True, 2, {1}), (False, 3, set())):
+        split.away = away
+        assert sum(len(labels) for _, labels in loader) == read
+        assert loader.unreadable == unreadable
 
 
 def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
