@@ -29,8 +29,9 @@ COLUMNS = ("acc", "acc5", "loss", "samples")
 @refused_in_a_line
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 1 where a row of a table failed, 2 refused. Prints a JSON line per split and weights."""
-    if "-m" in arguments or "--multirun" in arguments:
-        return _table([word for word in arguments if word not in ("-m", "--multirun")])
+    options = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    if options != arguments:
+        return _table(options)
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, help="run folder")
     parser.add_argument("--split", choices=["val", "test", "all"], default="all")
@@ -39,14 +40,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _evaluate(given: argparse.Namespace, words: list[str], arguments: list[str]) -> None:
+def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> None:
     from src.data.folders import check_data
     from src.engine.config.evaluation import evaluation_config
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: is of a run: give run=<run folder> too")
     ranks = ranks_from_environment(os.environ)
-    config = evaluation_config(given.run, words, ranks)
+    config = evaluation_config(given.run, overrides, ranks)
     check_data(config.data)
     if config.parallel.has_ranks and ranks is None:
         from src.engine.launch.torchrun import start_again_as_ranks
@@ -62,15 +63,15 @@ def _evaluate(given: argparse.Namespace, words: list[str], arguments: list[str])
             print(json.dumps({"split": split, **numbers}), flush=True)
 
 
-def _table(words: list[str]) -> int:
+def _table(options: list[str]) -> int:
     """One process per combination, so that each has its devices for itself; one that fails is a row with its reason."""
-    swept = [re.split(r",(?![^\[{(]*[\]})])", word.partition("=")[2]) for word in words]
-    keys = [word.partition("=")[0] for word in words]
+    swept = [re.split(r",(?![^\[{(]*[\]})])", option.partition("=")[2]) for option in options]
+    keys = [option.partition("=")[0] for option in options]
     varied = [key for key, values in zip(keys, swept, strict=True) if len(values) > 1]
     rows, code = [["", "split", *COLUMNS]], 0
     for values in itertools.product(*swept):
         point = dict(zip(keys, values, strict=True))
-        name = " ".join(f"{key}={point[key]}" for key in varied) or " ".join(words)
+        name = " ".join(f"{key}={point[key]}" for key in varied) or " ".join(options)
         command = [sys.executable, __file__, *(f"{key}={value}" for key, value in point.items())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -53,7 +53,7 @@ def _lead(ranks: Ranks | None) -> int:
         raise
 
 
-def _parse(words: list[str]) -> Any:
+def _parse(command_line: list[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
@@ -66,7 +66,7 @@ def _parse(words: list[str]) -> Any:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]  # one line, where argparse prints its usage first
-    return parser.parse_intermixed_args(words)  # `model=tiny -m seed=1,2`: words on both sides of a flag
+    return parser.parse_intermixed_args(command_line)  # `model=tiny -m seed=1,2`: overrides on both sides of a flag
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finished, in_ranks, plain
+from conftest import ROOT, Finished, in_ranks, plain, resolved
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +21,8 @@ from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader, evaluation_requests
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
+from src.parallel.single import Single
+from src.run.evaluate import evaluate_config
 from src.schema import ParallelConfig
 from src.training import metrics
 
@@ -99,6 +101,42 @@ def test_top_5_is_given_only_where_it_says_something(
     else:
         within = sum(int(label in row.topk(5).indices) for row, label in zip(logits, labels, strict=True))
         assert alone[case]["acc5"] == pytest.approx(within / size[0])
+
+
+def test_a_head_with_more_scores_than_the_data_has_classes_answers_among_these() -> None:
+    """`model.num_classes` may be larger: neither the first answer nor the first five are outside the data's classes."""
+    strategy = build_strategy(
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+    )
+
+    class Larger(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.cat([images.flatten(1), torch.full((len(images), 5), 9.0)], 1)
+
+    labels = torch.arange(7)
+    found = metrics.evaluate(
+        Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy=strategy, num_samples=7, num_classes=7
+    )
+    assert found is not None and (found.acc, found.acc5) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
+def test_an_evaluation_that_fails_leaves_no_loader_and_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Loader workers ignore SIGTERM, so the interpreter would wait for them at its end."""
+    closed: list[str] = []
+    monkeypatch.setattr(Loader, "close", lambda loader: closed.append("loader"))
+    monkeypatch.setattr(Single, "close", lambda strategy: closed.append("strategy"))
+    if fault == "in evaluating":
+        monkeypatch.setattr("src.run.evaluate.evaluate", lambda *_, **__: 1 / 0)
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
+    config.model.weights = str(tmp_path)  # so that the head is taken as it is
+    monkeypatch.setattr("src.models.build.load_weights", lambda *_: None)
+    split = "val" if fault == "in evaluating" else "other"
+    with pytest.raises((ZeroDivisionError, ValueError)):
+        next(evaluate_config(config, None, split, None, Ranks(), None))
+    assert closed == ["loader", "loader", "strategy"]
 
 
 @pytest.mark.processes

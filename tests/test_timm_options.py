@@ -51,6 +51,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "mixup": (("data.augment.mixup=0.8",), None),
     "cutmix": (("data.augment.cutmix=1.0",), None),
     "mixup_and_cutmix": (("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "train.smoothing=0.1"), None),
+    "mixup_larger_head": (("data.augment.mixup=0.8", "model.num_classes=20"), None),
     "smoothing": (("train.smoothing=0.1",), 1e-5),
     "bce": (("train.loss=bce",), 1e-5),
     "bce_mixed": (("train.loss=bce", "train.bce_target_thresh=0.2", "data.augment.mixup=0.5"), None),
@@ -91,7 +92,7 @@ COMMON = (
 )
 # One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with accumulation and clipping. The rest
 # of the matrix is for `make test-all`.
-QUICK = ("nothing", "resnet", "ema", "mixup", "fp16_accumulate_clip")
+QUICK = ("nothing", "resnet", "ema", "mixup_larger_head", "fp16_accumulate_clip")
 Told = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
 
 
@@ -345,3 +346,30 @@ def test_what_a_constructor_refuses_names_the_key(words: tuple[str, ...], said: 
     with pytest.raises(ValueError, match=said) as refusal:
         build(config, strategy, 1)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "fault"),
+    [
+        ("src.models.cifar_resnet.CifarResNet18.__init__", AttributeError("'NoneType' object has no attribute 'conv'")),
+        ("src.models.cifar_resnet.CifarResNet18.__init__", TypeError("'NoneType' object is not callable")),
+        ("src.data.datasets.Digits.__init__", TypeError("unsupported operand type(s) for +: 'int' and 'str'")),
+        ("src.models.cifar_resnet.CifarResNet18.forward", torch.OutOfMemoryError("CUDA out of memory")),
+    ],
+    ids=["attribute", "call", "data", "memory"],
+)
+def test_a_fault_inside_a_class_of_your_own_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
+) -> None:
+    """It is no matter of the config, so nothing of it is to be changed."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(where, fails)
+    model = ("model=resnet18", "model.name=src.models.cifar_resnet.CifarResNet18", "data.image_size=8")
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    with pytest.raises(type(fault)) as raised:
+        build(config, strategy, 1)
+    assert raised.value is fault

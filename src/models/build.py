@@ -21,7 +21,7 @@ from torch import nn
 from src.data.augment import Preprocessing
 from src.data.datasets import Images, InMemory
 from src.models.weights import load_weights
-from src.schema import DataConfig, EmaConfig, ModelConfig
+from src.schema import DataConfig, EmaConfig, ModelConfig, is_own_class
 
 
 def build_model(
@@ -35,13 +35,12 @@ def build_model(
             f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave it at null"
         )
     arguments: dict[str, Any] = {"num_classes": config.num_classes or classes, "in_chans": in_chans}
+    is_own = is_own_class(config.name)
     try:
-        model = (
-            _own_model(config, arguments)
-            if config.name.startswith("src.")
-            else _timm_model(config, arguments, image_size)
-        )
+        model = _own_model(config, arguments) if is_own else _timm_model(config, arguments, image_size)
     except (TypeError, AttributeError, AssertionError) as error:
+        if is_own and not (isinstance(error, TypeError) and "argument" in str(error)):
+            raise  # a fault inside it, which its traceback shows
         raise ValueError(f"model.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None
     if config.weights is not None:
         load_weights(model, Path(config.weights))
@@ -107,6 +106,8 @@ def check_image_size(model: nn.Module, preprocessing: Preprocessing, num_classes
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
+    except torch.OutOfMemoryError:  # a RuntimeError too, but of the device
+        raise
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"data.image_size={height}: the model refuses images of {height}x{width} ({reason})") from None

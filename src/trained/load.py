@@ -14,14 +14,13 @@ from src.engine.config.compose import read_frozen
 from src.models.build import build_model
 from src.schema import ResolvedConfig
 from src.training import checkpoint
-from src.training.checkpoint import find_checkpoint
 
 
 @dataclass
 class Trained:
-    """`model` is in evaluation mode."""
+    """What `load_trained` found."""
 
-    model: nn.Module
+    model: nn.Module  # in evaluation mode
     config: ResolvedConfig
     preprocessing: Preprocessing
     class_names: list[str]
@@ -29,12 +28,14 @@ class Trained:
     weights: str  # model or ema
 
 
-def load_trained(folder: Path, wanted: str | None, weights: str | None, device: torch.device) -> Trained:
-    """`wanted` is best, last or a file (None: what result.json names), `weights` model or ema (None: those that
-    checkpoint.metric judged)."""
+def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
+    """The model that a run has trained.
+
+    `which` checkpoint: best, last or a file; None: the one that result.json names. `weights`: model or ema; None: those
+    that checkpoint.metric judged.
+    """
     config = read_frozen(folder)
-    path = find_checkpoint(folder, wanted)
-    contents = checkpoint.load(path)
+    path, contents = checkpoint.load_from_run(folder, which)
     if "preprocessing" not in contents:
         raise ValueError(f"{path}: does not say how its images are prepared; it is of an older version of this project")
     preprocessing = Preprocessing(**_with_tuples(contents["preprocessing"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -52,17 +53,17 @@ class Prediction:
     probabilities: list[float]
 
 
-def predict(wanted: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
+def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
     """The predictions for all files, on every rank; each reads every world_size-th of them."""
-    paths = find_images(wanted.images)
-    strategy = build_strategy(_resolved(wanted, ranks), ranks, store)
-    trained = load_trained(wanted.run, wanted.checkpoint, wanted.weights, strategy.device)
-    loader = _loader(trained, paths, wanted, strategy, ranks.local_world_size)
+    paths = find_images(request.images)
+    strategy = build_strategy(_resolved(request, ranks), ranks, store)
+    trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
+    loader = _loader(trained, paths, request, strategy, ranks.local_world_size)
     model = strategy.for_evaluation(trained.model, AUTOCAST[trained.config.train.precision])
     found: dict[int, Prediction] = {}
     try:
         for images, numbers in _with_progress(loader, len(paths), strategy):
-            found.update(_best(model, trained, images, numbers, paths, wanted.topk))
+            found.update(_best(model, trained, images, numbers, paths, request.topk))
     finally:
         loader.close()
     for number in loader.unreadable:
@@ -74,10 +75,12 @@ def predict(wanted: PredictionRequest, ranks: Ranks, store: Any) -> list[Predict
     return [merged[number] for number in sorted(merged)]
 
 
-def _resolved(wanted: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
-    config = Config(parallel=wanted.parallel, data=DataConfig(batch_size=None, batch_size_per_device=wanted.batch_size))
+def _resolved(request: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
+    config = Config(
+        parallel=request.parallel, data=DataConfig(batch_size=None, batch_size_per_device=request.batch_size)
+    )
     check_combination(config)
-    if wanted.parallel.has_ranks:
+    if request.parallel.has_ranks:
         return resolve(config, ranks.world_size, ranks.local_world_size).parallel
     return resolve(config).parallel
 
@@ -106,13 +109,13 @@ class ImageFiles:
 
 
 def _loader(
-    trained: Trained, paths: list[Path], wanted: PredictionRequest, strategy: Single, local_world_size: int
+    trained: Trained, paths: list[Path], request: PredictionRequest, strategy: Single, local_world_size: int
 ) -> Loader:
     files = ImageFiles(paths, trained.preprocessing.input_size[0])
     reader = Reader(files, len(paths), evaluation_transform(trained.preprocessing), seed=0, on_error="skip")
-    requests = evaluation_requests(files, wanted.batch_size * strategy.world_size, strategy.rank, strategy.world_size)
+    requests = evaluation_requests(files, request.batch_size * strategy.world_size, strategy.rank, strategy.world_size)
     feed = DeviceFeed(strategy.device, trained.preprocessing, trained.config.model.channels_last)
-    return Loader(reader, requests, feed, num_workers(DataConfig(workers=wanted.workers), files, local_world_size))
+    return Loader(reader, requests, feed, num_workers(DataConfig(workers=request.workers), files, local_world_size))
 
 
 @torch.inference_mode()
@@ -140,8 +143,6 @@ def _with_progress(loader: Loader, total: int, strategy: Single) -> Iterator[tup
 
 def write(predictions: list[Prediction], form: str, output: Path | None) -> None:
     """`form` is console, csv or json; printed where there is no `output`, which is written whole or not at all."""
-    import io
-
     text = io.StringIO(newline="")
     {"console": _write_lines, "csv": _write_csv, "json": _write_json}[form](predictions, text)
     if output is None:

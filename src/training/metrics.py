@@ -110,11 +110,11 @@ def evaluate(
             break
         outputs = model(images).float()
         loss_sum += functional.cross_entropy(outputs, labels, reduction="none").to(loss_sum.dtype).sum()
-        predicted = outputs[:, :num_classes].argmax(1)
+        scores = outputs[:, :num_classes]  # a head may have more (model.num_classes)
         # bincount would wait for the device: the size of what it returns depends on the values.
-        confusion.index_add_(0, labels * num_classes + predicted, torch.ones_like(labels))
+        confusion.index_add_(0, labels * num_classes + scores.argmax(1), torch.ones_like(labels))
         if num_classes > 5:
-            within5 += (outputs.topk(5, 1).indices == labels[:, None]).any(1).sum()
+            within5 += (scores.topk(5, 1).indices == labels[:, None]).any(1).sum()
     pulse.at(COUNTING)
     if should_stop is not None and int(strategy.sum(stopped)):
         return None
