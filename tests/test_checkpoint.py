@@ -107,6 +107,15 @@ def test_what_was_saved_comes_back_in_another_state(single: Run, contents: Conte
         assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key])) for key in one)
 
 
+def test_averaged_weights_that_are_new_begin_at_those_of_the_checkpoint(single: Run, contents: Contents) -> None:
+    """With resume_strict=false: at the fresh ones of a model that was never trained, they would be of no use for long."""
+    other = run_of("parallel=single", "seed=8").state
+    checkpoint.restore(other, single.strategy, {**contents, "ema": None})
+    assert other.ema is not None
+    for name, tensor in other.ema.module.state_dict().items():
+        assert torch.equal(tensor, contents["model"][name]), name
+
+
 def test_the_json_beside_it_says_what_it_is(contents: Contents, tmp_path: Path) -> None:
     said = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
     parameters = sum(tensor.numel() for tensor in contents["model"].values())
@@ -146,6 +155,32 @@ def test_a_save_that_fails_at_once_leaves_all_as_it_was(
     assert everything(tmp_path) == before, "nor is a temporary file left"
 
 
+def test_a_disk_without_room_for_the_folder_is_said_too(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: full())
+    with pytest.raises(OSError, match=r"step_1\.pt: could not be written .* MiB free: .*No space left"):
+        save(tmp_path / "checkpoints", contents, 1)
+
+
+def test_a_copy_that_somebody_keeps_there_is_left_alone(contents: Contents, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, contents, 1)
+    shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
+    save(folder, contents, 2, keep=1)
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["last.pt", "step_1_good.pt", "step_2.pt"]
+    assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
+
+
+def test_what_is_no_number_is_never_the_best() -> None:
+    progress = Progress()
+    losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
+    assert [progress.note_evaluation({"loss": loss, "acc": 0.5}, "loss") for loss in losses] == [
+        False, True, False, True, False,
+    ]  # fmt: skip
+    assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
+
+
 def test_a_save_that_fails_at_any_rename_leaves_good_ones_and_no_temporary(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +205,7 @@ def test_a_save_that_fails_at_any_rename_leaves_good_ones_and_no_temporary(
         assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name] == []
         found = {name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")}
         assert found == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
-        assert checkpoint.newest(run) == folder / "last.pt"
+        assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
         save(folder, contents, 3, keep=1)
         assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
 
@@ -236,12 +271,12 @@ def test_a_checkpoint_that_would_run_code_runs_none_and_nobody_is_told_to_let_it
 
 def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.load_newest(tmp_path) is None
     save(folder, contents, 1)
     for path in folder.glob("*.pt"):
         path.write_bytes(path.read_bytes()[:99])
     with pytest.raises(ValueError, match="damaged") as refusal:
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest(tmp_path)
     assert all(str(folder / f"{name}.pt") in str(refusal.value) for name in ("last", "step_1"))
     assert "\n" not in str(refusal.value)
 

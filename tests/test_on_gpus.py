@@ -276,7 +276,9 @@ def test_what_a_checkpoint_holds_is_not_put_on_the_device_beside_what_is_there(
     contents = {"format": 1, "model": {"weight": torch.ones(2)}, "optimizer": {"state": {0: {"step": torch.ones(())}}}}
     torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
     training: Any = object.__new__(Training)
-    training.folder, training.run = tmp_path, SimpleNamespace(mixing=None)
+    meter = SimpleNamespace(expect=lambda steps: None)
+    training.folder = tmp_path
+    training.run = SimpleNamespace(mixing=None, total_steps=2, moments=SimpleNamespace(meter=meter))
     training.state = SimpleNamespace(progress=SimpleNamespace(step=1))
     training.strategy = SimpleNamespace(
         is_first=True, device=torch.device("meta"), gather=lambda value: [value], share_state=lambda state: state

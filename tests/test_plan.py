@@ -28,7 +28,8 @@ def one(*overrides: str, devices: int = 1) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("model=resnet18", "optim=sgd"), ("model.ema.decay=0.9", "data.augment.mixup=0.2")]
+    "overrides",
+    [(), ("model=resnet18", "optim=sgd"), ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20")],
 )
 def test_bytes_are_those_that_a_step_allocates(overrides: tuple[str, ...]) -> None:
     config = resolved("parallel=single", *overrides)
@@ -38,7 +39,7 @@ def test_bytes_are_those_that_a_step_allocates(overrides: tuple[str, ...]) -> No
     parts = build(config, build_strategy(config.parallel, Ranks(), None), 1)
     trainee = parts.state
     images, labels = next(parts.train.epoch(0))
-    targets = torch.rand(len(labels), parts.num_classes) if parts.mixing else labels
+    targets = parts.mixing(images, labels)[1] if parts.mixing else labels
     activations = allocated(lambda: trainee.wrapped.train()(images, targets))
     trainee.wrapped(images, targets).backward()
     trainee.optimizer.step()

@@ -18,7 +18,7 @@ from src.engine.report.report import write_report
 from src.parallel.data_parallel import ThreadedDataParallel
 from src.run.lifecycle import run
 from src.training.moments import Moments
-from src.training.profile import told
+from src.training.profile import summary_lines
 
 WORDS = ("debug=profile", "train.epochs=1000", "train.profile_steps=2", "train.max_steps=25", "train.accumulate=2")
 COMMON = {"data", "forward", "backward", "optimizer", "other"}
@@ -77,7 +77,7 @@ def test_one_device_and_not_a_bit_is_trained_otherwise(tmp_path: Path) -> None:
     check(result, tmp_path / "run", COMMON)
     without = trained(Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null")
     assert result["parameters_hash"] == without["parameters_hash"]
-    lines = told(result["profile"][0], tmp_path / "run")
+    lines = summary_lines(result["profile"][0], tmp_path / "run")
     assert lines[0].startswith("a step") and "backward" in lines[0]
     assert sum("calls" in line for line in lines) == len(result["profile"][0]["operations"])
 

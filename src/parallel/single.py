@@ -40,7 +40,7 @@ class Single:
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
-            give_way(int(config.threads_per_device))
+            give_way(config.threads_per_device)
         self.devices = self._choose_devices()
         self.device = self.devices[0]
         self.stopping = Stopping()
@@ -148,7 +148,7 @@ class Single:
         return int(self.sum(torch.ones((), device=self.device)).item())
 
     def parameters_hash(self, model: nn.Module) -> tuple[str, bool]:
-        """(hash of all parameters, whether it is the same on all ranks)."""
+        """(rank 0's hash of all parameters, True if all ranks have the same)."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(
@@ -179,9 +179,7 @@ class Single:
         else:
             own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak_memory()}]
         entries = [(rank, entry) for rank, entries in enumerate(self.gather(own)) for entry in entries]
-        names = [
-            entry["device"] for _, entry in entries
-        ]  # ranks that share a GPU, or are on several nodes, use one name
+        names = [entry["device"] for _, entry in entries]  # one name twice: ranks share a GPU, or are on several nodes
         return [
             {**entry, "device": f"{name}_rank_{rank}" if names.count(name) > 1 else name}
             for (rank, entry), name in zip(entries, names, strict=True)

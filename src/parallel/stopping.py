@@ -7,6 +7,7 @@ latest of these steps is the last one for all; a rank that gets there early wait
 
 from __future__ import annotations
 
+import atexit
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ class Stopping:
         self._thread = threading.Thread(target=self._follow, name="stopping", daemon=True)
         if store is not None:
             self._thread.start()
+            atexit.register(self.close)
 
     def close(self) -> None:
         """End the thread: inside the store while the interpreter shuts down, it would abort the process."""

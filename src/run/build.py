@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from src.training.moments import Moments
 from src.training.objective import Mixing, build_criterion, build_mixing
 from src.training.optim import build_optimizer, build_schedule
 from src.training.profile import ProfiledMoments
-from src.training.state import TrainState
+from src.training.state import TrainState, count_steps
 
 
 @dataclass
@@ -48,26 +47,24 @@ class Run:
     total_steps: int  # optimizer steps of the whole training, those before a resume included
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> those of its newest evaluation
     confusions: dict[str, torch.Tensor] = field(default_factory=dict)  # the same
-    train_loss: float | None = None  # mean over the steps of the last whole or partial epoch
 
     @property
     def num_classes(self) -> int:
         return len(self.images.class_names)
+
+    @property
+    def epochs_done(self) -> float:
+        return self.state.progress.epoch + self.state.progress.step_in_epoch / self.steps_per_epoch
 
 
 def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Run:
     """Build the parts of a run."""
     images, preprocessing, model, evaluation = build_evaluation(config, strategy, local_world_size)
     train = _build_train(config, images, preprocessing, strategy, local_world_size)
-    steps_per_epoch = train.batches_per_epoch // config.train.accumulate
-    if steps_per_epoch == 0:
-        raise ValueError(
-            f"train.accumulate={config.train.accumulate}: an epoch has only {train.batches_per_epoch} batches"
-        )
-    check_metric(config.checkpoint.metric, len(images.class_names))
-    total_steps = min(config.train.epochs * steps_per_epoch, config.train.max_steps or sys.maxsize)
+    steps_per_epoch, total_steps = count_steps(config.train, train.batches_per_epoch)
     refuse(profile_rules(config.train, total_steps))
     num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
+    check_metric(config.checkpoint.metric, num_classes)
     state = _build_state(config, model, strategy, autocast, steps_per_epoch)
     return Run(
         config=config,
@@ -77,7 +74,13 @@ def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Ru
         train=train,
         evaluation=evaluation,
         state=state,
-        mixing=build_mixing(config.data.augment, config.train.smoothing, num_classes, config.seed, strategy.rank),
+        mixing=build_mixing(
+            config.data.augment,
+            config.train.smoothing,
+            config.model.num_classes or num_classes,
+            config.seed,
+            strategy.rank,
+        ),
         moments=_build_moments(config, strategy, state, total_steps),
         autocast=autocast,
         steps_per_epoch=steps_per_epoch,

@@ -1,4 +1,4 @@
-"""Whether the ranks hold the same parameters after the last step, and what it means where they do not.
+"""Do the ranks hold the same parameters after the last step, and what does it mean where they do not?
 
 All apply the same averaged gradients. Devices of unlike kinds may round an update differently, and so drift apart by a
 little; on devices of one kind a difference is a fault, which has trained each rank on its own.

@@ -23,6 +23,7 @@ from src.engine.record.recorder import Recorder
 from src.engine.record.result import write_result
 from src.parallel import build_strategy
 from src.run.build import build
+from src.run.drift import hash_at_end
 from src.run.proof import make_result, prove_start, show_banner, show_end
 from src.schema import ResolvedConfig
 from src.training import checkpoint
@@ -92,8 +93,9 @@ class Training:
                     self.end_epoch()
             except NotFiniteError as error:
                 raise NotFiniteError(f"{error}; {self.what_was_read(error.step)}", error.step) from None
+            trained = hash_at_end(self.state.model, strategy)  # the best weights, which follow, are rank 0's on all
             self.evaluate_best()
-        result = make_result(run, self.folder, proof)
+        result = make_result(run, self.folder, proof, *trained)
         self.recorder.end(result.steps, dataclasses.asdict(self.config), run.confusions, run.images.class_names)
         if strategy.is_first:
             write_result(self.folder, result)
@@ -107,14 +109,15 @@ class Training:
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint that rank 0 has; the others receive what it holds."""
-        path = checkpoint.newest(self.folder) if self.strategy.is_first else None
-        if not self.strategy.gather(path is not None)[0]:
+        found = checkpoint.load_newest(self.folder) if self.strategy.is_first else None
+        if not self.strategy.gather(found is not None)[0]:
             return
-        contents = self.strategy.share_state(path and checkpoint.load(path))
-        checkpoint.restore(self.state, self.strategy, contents)
+        path, contents = found or ("rank 0's checkpoint", None)
+        checkpoint.restore(self.state, self.strategy, self.strategy.share_state(contents))
         if self.run.mixing is not None:
             self.run.mixing.batch = self.progress.step * self.config.train.accumulate
-        log.info("going on from %s, step %d", path or "rank 0's checkpoint", self.progress.step)
+        self.run.moments.meter.expect(self.run.total_steps - self.progress.step)
+        log.info("going on from %s, step %d", path, self.progress.step)
 
     def is_finished(self) -> bool:
         """At the last step or epoch, or no better for `early_stop` evaluations."""
@@ -128,6 +131,7 @@ class Training:
     def train_epoch(self) -> None:
         """Train to the end of the epoch, recording and saving at boundaries."""
         run, progress, every = self.run, self.progress, self.config.checkpoint.every_steps
+        self.steps_before_epoch = progress.step - progress.step_in_epoch
         batches = run.train.epoch(progress.epoch, progress.step_in_epoch * self.config.train.accumulate)
         if progress.step == 0:
             self.show_images()
@@ -165,20 +169,17 @@ class Training:
     def end_epoch(self) -> None:
         """Close the books of an epoch: mean loss, evaluation, memory, checkpoint."""
         run, progress, train = self.run, self.progress, self.config.train
-        ended = progress.epoch + progress.step_in_epoch / run.steps_per_epoch
-        last = progress.step >= run.total_steps
-        is_best = False
-        if last or (train.evaluate_every and (progress.epoch + 1) % train.evaluate_every == 0):
+        number, is_best = progress.epoch + 1, False
+        if progress.step >= run.total_steps or (train.evaluate_every and number % train.evaluate_every == 0):
             with run.moments.aside(EVALUATING):
-                is_best = self.evaluate("val", ended, may_stop=True)
-        run.train_loss = progress.loss_sum / max(1, progress.loss_steps)
-        progress.begin_epoch()
-        self.recorder.memory(progress.step, ended, self.strategy.memory())
-        self.recorder.epoch(progress.epoch, train.epochs, run.train_loss, run.numbers.get("val", {}))
+                is_best = self.evaluate("val", may_stop=True)
+        progress.end_epoch(is_whole=progress.step_in_epoch == run.steps_per_epoch)
+        self.recorder.memory(progress.step, run.epochs_done, self.strategy.memory())
+        self.recorder.epoch(number, train.epochs, progress.epoch_loss, run.numbers.get("val", {}))
         self.save(is_best)
 
-    def evaluate(self, split: str, epoch: float, may_stop: bool = False) -> bool:
-        """Evaluate the bare model on a split, and the averaged one; returns whether it is the best on val so far."""
+    def evaluate(self, split: str, may_stop: bool = False) -> bool:
+        """Evaluate the bare model on a split, and the averaged one. True if it is the best on val so far."""
         run, ema, is_best = self.run, self.state.ema, False
         raw = self.evaluate_model(self.state.model, split, may_stop)
         averaged = None if ema is None else self.evaluate_model(ema.module, split, may_stop)
@@ -189,7 +190,8 @@ class Training:
         run.numbers[split], run.confusions[split] = numbers | raw.details(), raw.confusion
         if averaged is not None:
             run.confusions[f"{split}_ema"] = averaged.confusion
-        self.recorder.numbers(self.progress.step, epoch, {f"{split}/{name}": value for name, value in numbers.items()})
+        values = {f"{split}/{name}": value for name, value in numbers.items()}
+        self.recorder.numbers(self.progress.step, run.epochs_done, values)
         return is_best
 
     def evaluate_model(self, model: nn.Module, split: str, may_stop: bool) -> Evaluation:
@@ -219,14 +221,14 @@ class Training:
     def evaluate_best(self) -> None:
         """Evaluate the best weights on the test split, where there is one, and val once if it never was."""
         if "val" not in self.run.numbers:
-            self.evaluate("val", self.progress.epoch)
+            self.evaluate("val")
         if "test" not in self.run.evaluation:
             return
         best = self.folder / "checkpoints" / "best.pt"
         if self.strategy.gather(best.exists())[0]:
             contents = checkpoint.load(best) if self.strategy.is_first else None
             checkpoint.restore_weights(self.state, self.strategy, self.strategy.share_state(contents))
-        self.evaluate("test", self.progress.epoch)
+        self.evaluate("test")
 
     def save(self, is_best: bool) -> None:
         """Rank 0 writes last.pt (and best.pt), of weights that are finite on all ranks."""
@@ -244,9 +246,8 @@ class Training:
 
     def what_was_read(self, step: int) -> str:
         """The images of a step and the checkpoint before it, for a message; the log gets all of their indices."""
-        per_step, progress = self.config.train.accumulate, self.progress
-        in_epoch = step - (progress.step - progress.step_in_epoch) - 1
-        indices = self.run.train.requests.shard.global_batches(in_epoch * per_step, per_step)
+        per_step, before = self.config.train.accumulate, step - 1 - self.steps_before_epoch
+        indices = self.run.train.requests.shard.global_batches(before * per_step, per_step)
         log.error("training images of step %d, by index: %s", step, indices)
         last = self.folder / "checkpoints" / "last.pt"
         good = f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"

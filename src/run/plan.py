@@ -10,7 +10,7 @@ import argparse
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from src.parallel.forward import AUTOCAST, ModelAndLoss
 from src.schema import Config, ResolvedConfig
 from src.training.objective import build_criterion
 from src.training.optim import build_optimizer, build_schedule
+from src.training.state import count_steps
 
 MOST_RATES = 200  # points of the learning rate's curve
 SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
@@ -86,8 +87,8 @@ def plan(overrides: list[str], counts: list[int]) -> list[Plan]:
 
     A count that the config does not go with is a row with its reason.
     """
-    words = argparse.Namespace(overrides=overrides, config_name=None, config_path=None, config_dir=None, multirun=False)
-    config = compose_command(words).config
+    none = {"config_name": None, "config_path": None, "config_dir": None, "multirun": False}
+    config = compose_command(argparse.Namespace(overrides=overrides, **none)).config
     check_data(config.data)
     images = build_images(config.data)
     config.model.pretrained, config.model.weights = False, None  # what the weights are decides nothing here
@@ -118,10 +119,7 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
     shard = EpochShard(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
-    steps_per_epoch = shard.batches_per_epoch // train.accumulate
-    if steps_per_epoch == 0:
-        raise ValueError(f"train.accumulate={train.accumulate}: an epoch has only {shard.batches_per_epoch} batches")
-    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
+    steps_per_epoch, steps = count_steps(train, shard.batches_per_epoch)
     chunk = math.ceil(batch / devices)
     side = config.data.image_size or images.image_size
     with torch.device("meta"):  # timm reads numbers out of some tensors while it builds, which fake ones have not
@@ -130,7 +128,8 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
         model.to_empty(device="cpu")
         shape = preprocessing_for(model, config.data, images).input_size
         rates = _rates(config, model, steps_per_epoch, steps)
-        flops, held = _step(config, model, torch.empty(chunk, *shape), len(images.class_names))
+        num_classes = config.model.num_classes or len(images.class_names)
+        flops, held = _step(config, model, torch.empty(chunk, *shape), num_classes)
     return Plan(
         devices=devices,
         strategy=config.parallel.strategy,
@@ -212,8 +211,8 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _size(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _warnings(config: Config, model: nn.Module, chunk: int, shard: EpochShard, steps_per_epoch: int) -> Iterator[str]:
@@ -229,7 +228,7 @@ def _warnings(config: Config, model: nn.Module, chunk: int, shard: EpochShard, s
 
 
 def _across(config: Config, plans: list[Plan], one: Plan) -> Iterator[str]:
-    """What only the counts beside each other show."""
+    """Warnings that compare one device count with the others."""
     smallest = min((plan.batch_size for plan in plans if plan.batch_size), default=0)
     if one.batch_size > smallest and config.optim.lr_rule == "none":
         yield (

@@ -22,10 +22,9 @@ from src.engine.record.console import banner
 from src.engine.record.result import Result
 from src.models.build import count_parameters
 from src.run.build import Run
-from src.run.drift import hash_at_end
 from src.run.figures import figures
 from src.schema import ResolvedConfig
-from src.training.profile import told
+from src.training.profile import summary_lines
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +87,9 @@ def _facts(run: Run, folder: Path) -> dict[str, str]:
     }
 
 
-def make_result(run: Run, folder: Path, proof: Proof) -> Result:
-    """The result of a finished run. Collective; raises RuntimeError when the ranks were not trained alike."""
+def make_result(run: Run, folder: Path, proof: Proof, digest: str, drifted: list[str]) -> Result:
+    """The result of a finished run. `digest` and `drifted` are drift.py's, of the last step. Collective."""
     config, strategy, step, meter = run.config, run.strategy, run.state.progress.step, run.moments.meter
-    digest, drifted = hash_at_end(run.state.model, strategy)
     measured = figures(run)
     state_bytes = strategy.gather(_state_bytes(run.state.optimizer))
     result = Result(
@@ -114,7 +112,7 @@ def make_result(run: Run, folder: Path, proof: Proof) -> Result:
         samples_seen=step * config.global_batch * config.train.accumulate,
         dropped_per_epoch=run.train.requests.shard.dropped,
         skipped=_skipped(run),
-        train={"loss": run.train_loss},
+        train={"loss": run.state.progress.epoch_loss},
         val=run.numbers["val"],
         test=run.numbers.get("test", {}),
         **(measured | {"flags": measured["flags"] + drifted}),
@@ -157,16 +155,16 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result) -> None:
     log.info("accuracy     %s", ", ".join([found, *averaged]))
     if config.train.target_loss is not None:
         log.info("target       %s", _against_target(result.train["loss"], config.train.target_loss))
-    for line in told(result.profile[0], folder) if result.profile else ():
+    for line in summary_lines(result.profile[0], folder) if result.profile else ():
         log.info("%s", line)
     log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
 
 
 def _against_target(loss: float | None, target: float) -> str:
-    """Says if the last epoch's mean loss got below `train.target_loss`, and where to look if not."""
+    """Says if the last epoch's mean loss reached `train.target_loss`, and where to look if not."""
     if loss is not None and loss <= target:
         return f"reached: train/loss {loss:.4f}, train.target_loss={target:g}; the model can learn these images"
-    found = "no step was taken" if loss is None else f"train/loss {loss:.4f}"
+    found = "there is no train/loss" if loss is None else f"train/loss {loss:.4f}"
     return (
         f"not reached: {found}, train.target_loss={target:g}; look at the labels, the loss, optim.lr, or train longer"
     )
@@ -194,7 +192,7 @@ def _count_indices(run: Run) -> dict[str, int | None]:
     reads = train.reads_of_whole if whole else train.reads
     if reads is None or not all(strategy.gather(reads is not None)):  # resumed at its end: nothing was read
         return {"indices_seen": None, "indices_distinct": None, "indices_expected": None}
-    counts = strategy.sum(torch.from_numpy(reads).to(strategy.device, torch.int32))
+    counts = strategy.sum(torch.from_numpy(reads.counts()).to(strategy.device, torch.int32))
     shard = train.requests.shard
     return {
         "indices_seen": int(counts.sum()),
@@ -204,7 +202,7 @@ def _count_indices(run: Run) -> dict[str, int | None]:
 
 
 def _count_optimizers() -> int:
-    """Those of this process that hold state. One that wraps another one (timm's lookahead) shares its parameter groups."""
+    """Optimizers of this process that hold state. One that wraps another (timm's lookahead) shares its parameter groups."""
     kinds = torch.optim.Optimizer
     found = (thing for thing in gc.get_objects() if issubclass(type(thing), kinds))
     return len({id(optimizer.param_groups) for optimizer in found if optimizer.state})
@@ -220,7 +218,7 @@ def _open_files(folder: Path) -> int:
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """What this rank holds of them, where they are sharded."""
+    """Bytes of optimizer state on this rank; of sharded state, its own part."""
     tensors = [v for state in optimizer.state.values() for v in state.values() if hasattr(v, "element_size")]
     own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in own)
@@ -242,7 +240,7 @@ def _seconds(first_step_at: float | None) -> dict[str, float | None]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Of the code, as the run's environment.json has it; ranks of other nodes may not see that file."""
+    """The code's, as the run's environment.json has it; ranks of other nodes may not see that file."""
     try:
         return json.loads((folder / "environment.json").read_text(encoding="utf-8"))["commit"]  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError):

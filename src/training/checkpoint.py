@@ -28,7 +28,6 @@ from src.data.augment import Preprocessing
 from src.engine.machine.files import write_text, write_whole
 from src.engine.record.result import read_result
 from src.parallel.single import Single
-from src.training import checkpoint
 from src.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -50,14 +49,16 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
             write_whole(path, lambda temporary: _link(newest, temporary))
             write_text(_sidecar(path), sidecar)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         raise OSError(
             f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); the run ends here, and earlier "
             "checkpoints are untouched: make room and go on with resume"
         ) from None
-    steps = sorted((path for path in folder.glob("step_*.pt") if path != newest), key=_step_of)
-    later = [path for path in steps if _step_of(path) > step]  # of an attempt that a resumed run has left behind
-    earlier = [path for path in steps if _step_of(path) < step]
+    steps = _steps(folder)
+    later = [
+        path for number, path in steps.items() if number > step
+    ]  # of an attempt that a resumed run has left behind
+    earlier = [path for number, path in steps.items() if number < step]
     for old in later + earlier[: max(0, len(earlier) - keep + 1)]:
         _sidecar(old).unlink(missing_ok=True)  # first: killed in between, the next save finds the rest
         old.unlink()
@@ -69,7 +70,7 @@ def load(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
-        _check_sum(path)
+        _verify(path)
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -85,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _check_sum(path: Path) -> None:
+def _verify(path: Path) -> None:
     """Compare with the sidecars; a checkpoint that was copied elsewhere without them has torch's own checksums."""
     known = set()
     for sidecar in path.parent.glob("*.json"):
@@ -101,23 +102,41 @@ def _check_sum(path: Path) -> None:
         raise ValueError(f"the checksum of {damaged} is wrong")
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest good checkpoint of a run folder, None where it has none. Damaged ones are logged and passed over."""
+def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest good checkpoint of a run folder and its contents; None where it has none.
+
+    Damaged ones are logged and passed over. Raises ValueError where all are damaged.
+    """
     checkpoints = folder / "checkpoints"
-    steps = sorted(checkpoints.glob("step_*.pt"), key=_step_of, reverse=True)
     complaints = []
-    for path in [checkpoints / "last.pt", *steps, checkpoints / "best.pt"]:
+    for path in [checkpoints / "last.pt", *reversed(_steps(checkpoints).values()), checkpoints / "best.pt"]:
         if not path.exists():
             continue
         try:
-            load(path)
-            return path
+            return path, load(path)
         except ValueError as error:
             complaints.append(str(error))
             log.warning("%s; trying an older one", error)
     if complaints:
         raise ValueError("; ".join(complaints))
     return None
+
+
+def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
+    """A run's checkpoint and its contents: best, last, a file, or for None the one that its result names."""
+    path = None
+    if which in ("best", "last"):
+        path = folder / "checkpoints" / f"{which}.pt"
+    elif which is not None:
+        path = Path(which)
+    else:
+        with suppress(ValueError):  # the run has not ended
+            if (named := read_result(folder).checkpoint) is not None:
+                path = folder / named
+    found = load_newest(folder) if path is None else (path, load(path))
+    if found is None:
+        raise ValueError(f"run={folder}: it has no checkpoint")
+    return found
 
 
 def snapshot(
@@ -166,7 +185,7 @@ def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> No
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, strategy: Single, contents: dict[str, Any]) -> None:
-    """torch takes the state of any optimizer whose parameters are as many, and fails in the first step."""
+    """Refuses another optimizer's state: torch takes it where as many parameters have one, and fails in the first step."""
     try:
         optimizer.load_state_dict(contents["optimizer"])
         for group in optimizer.param_groups:
@@ -182,10 +201,10 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, strategy: Single, conte
 
 
 def restore_weights(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
-    """The model's, and the averaged ones where there are."""
+    """The model's, and the averaged ones, which begin at the model's where the checkpoint has none."""
     pairs = [(state.model, "model")]
-    if state.ema is not None and contents["ema"] is not None:
-        pairs.append((state.ema.module, "ema"))
+    if state.ema is not None:
+        pairs.append((state.ema.module, "model" if contents["ema"] is None else "ema"))
     for module, which in pairs:
         own, saved = module.state_dict(), contents[which]
         parts = {name: strategy.part(value, own[name]) if name in own else value for name, value in saved.items()}
@@ -234,23 +253,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
-
-
-def find_checkpoint(folder: Path, wanted: str | None) -> Path:
-    """The file of a run's checkpoint: best, last, a path, or None for the one that its result names."""
-    if wanted in ("best", "last"):
-        return folder / "checkpoints" / f"{wanted}.pt"
-    if wanted is not None:
-        return Path(wanted)
-    try:
-        named = read_result(folder).checkpoint
-    except ValueError:
-        named = None
-    if named is not None:
-        return folder / named
-    newest = checkpoint.newest(folder)
-    if newest is None:
-        raise ValueError(f"run={folder}: it has no checkpoint")
-    return newest
+def _steps(folder: Path) -> dict[int, Path]:
+    """N -> `step_N.pt`, in their order. Other names, as of a copy that somebody keeps there, are not ours."""
+    named = ((path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.pt"))
+    return dict(sorted((int(number), path) for number, path in named if number.isdecimal()))

@@ -61,7 +61,7 @@ def train_epoch(
         buffers = Buffers(state.model) if config.train.on_nonfinite == "skip" else None
         loss = _forward_backward(state, batches, config.train.accumulate, strategy, moments, mix)
         moments.update_begins()
-        grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, wanted=boundary or buffers is not None)
+        grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, needed=boundary or buffers is not None)
         if buffers is not None and _is_bad(state, grad_norm, loss, strategy):
             _skip(state, buffers, step, config.train.max_skipped)
         else:
@@ -118,9 +118,9 @@ def _backward(state: TrainState, loss: Tensor) -> None:
     (loss if state.scaler is None else state.scaler.scale(loss)).backward()
 
 
-def _gradient_norm(state: TrainState, clip_grad: float | None, strategy: Single, wanted: bool) -> Tensor | None:
-    """The norm of the whole gradient before clipping, where it is wanted or clipped; clips."""
-    if clip_grad is None and not wanted:
+def _gradient_norm(state: TrainState, clip_grad: float | None, strategy: Single, needed: bool) -> Tensor | None:
+    """Clip; the norm of the whole gradient before that, None where it is neither needed nor clipped."""
+    if clip_grad is None and not needed:
         return None
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)

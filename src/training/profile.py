@@ -201,8 +201,8 @@ class Recording:
         return trace, operations[:OPERATIONS_TOLD]
 
 
-def told(profile: dict[str, Any], folder: Path) -> list[str]:
-    """One rank's entry of result.json in words, for the console."""
+def summary_lines(profile: dict[str, Any], folder: Path) -> list[str]:
+    """One rank's entry of `profile` in result.json, for the console."""
     parts: dict[str, float] = profile["parts"]
     step = sum(parts.values())
     shares = (f"{name.removesuffix('_ms')} {ms:.2f} ({ms / step:.0%})" for name, ms in parts.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from src.schema import TrainConfig
 from src.training.metrics import is_lower_better
 
 
@@ -27,6 +30,7 @@ class Progress:
     open_loss: float = 0.0
     open_steps: int = 0
     skipped: int = 0  # steps without an update, because their gradients were not finite
+    epoch_loss: float | None = None  # mean over the steps of the newest whole or partial epoch; None without any
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
     evaluations_since_best: int = 0
@@ -49,17 +53,28 @@ class Progress:
         self.open_loss, self.open_steps = 0.0, 0
         return mean
 
-    def begin_epoch(self) -> None:
-        self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0
+    def end_epoch(self, is_whole: bool) -> None:
+        """Note its mean loss. One that train.max_steps cuts off stays under way, for a run that goes on with it."""
+        self.epoch_loss = self.loss_sum / self.loss_steps if self.loss_steps else None
+        if is_whole:
+            self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0
 
     def note_evaluation(self, numbers: dict[str, Any], metric: str) -> bool:
         """Update the best values by an evaluation on val. True if it is the best so far by `metric`, e.g. `acc_ema`."""
         value = -numbers[metric] if is_lower_better(metric) else numbers[metric]
         self.best_acc = max(self.best_acc, numbers["acc_ema" if metric.endswith("_ema") else "acc"])
-        is_best = self.best is None or value > self.best
+        is_best = not math.isnan(value) and (self.best is None or value > self.best)
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
+
+
+def count_steps(train: TrainConfig, batches_per_epoch: int) -> tuple[int, int]:
+    """(optimizer steps per epoch, those of the whole training). Each takes `train.accumulate` batches; the rest is dropped."""
+    per_epoch = batches_per_epoch // train.accumulate
+    if per_epoch == 0:
+        raise ValueError(f"train.accumulate={train.accumulate}: an epoch has only {batches_per_epoch} batches")
+    return per_epoch, min(train.epochs * per_epoch, train.max_steps or sys.maxsize)
 
 
 @dataclass

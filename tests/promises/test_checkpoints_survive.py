@@ -120,8 +120,8 @@ def test_the_newest_good_one_is_used_and_the_damaged_one_is_said(
     for name in ("last.pt", "step_3.pt"):
         (folder / name).unlink()
         (folder / name).write_bytes(b"damaged")
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and step_in(found) == 2
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None and step_in(found[0]) == 2
     assert "last.pt: damaged" in caplog.text
     checkpoint.save(folder, contents(4), 4, keep=1, is_best=False)
     assert step_in(folder / "last.pt") == 4
@@ -201,7 +201,7 @@ def test_leftovers_of_a_killed_save_are_not_taken_for_checkpoints(tmp_path: Path
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
     (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and step_in(found) == 1
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None and step_in(found[0]) == 1
     checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
     assert not (folder / ".step_2.pt.tmp").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conftest import in_ranks, resolved
 from torch import nn
 
 from src.engine.machine.ranks import Ranks
-from src.engine.record.result import read_metrics
+from src.engine.record.result import read_metrics, read_result
 from src.run.lifecycle import Training
 from src.training import checkpoint
 from src.training.finite import NotFiniteError
@@ -125,3 +126,32 @@ def test_an_overflow_in_fp16_is_the_scalers_business(tmp_path: Path) -> None:
     ended = in_ranks(train, 1, str(tmp_path), overrides, set(), 0)
     assert ended[0]["said"] == ""
     assert ended[0]["skipped"] == 0
+
+
+@pytest.mark.processes
+def test_an_epoch_of_skipped_steps_has_no_loss(tmp_path: Path) -> None:
+    overrides = ("parallel.devices=1", "train.on_nonfinite=skip", "train.target_loss=0.1")
+    assert in_ranks(train, 1, str(tmp_path), overrides, set(range(7, 13)), 0)[0]["skipped"] == 6
+    assert read_result(tmp_path).train == {"loss": None}, "0 would have reached the target"
+
+
+def breaks_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
+    training = Training(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
+    weight = next(training.state.model.parameters())
+
+    def overflow(*_: Any) -> None:
+        if training.progress.step + 1 == step:
+            weight.data.fill_(math.inf)
+
+    training.state.optimizer.register_step_post_hook(overflow)
+    with pytest.raises(NotFiniteError) as stopped:
+        training.train()
+    return str(stopped.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", [3, 6], ids=["inside", "the epoch's last"])
+def test_weights_that_break_name_the_images_of_their_step(tmp_path: Path, step: int) -> None:
+    said = in_ranks(breaks_at, 1, str(tmp_path), step)[0]
+    assert f"the weights are not finite after step {step}, though its loss was" in said
+    assert re.search(r"it read the training images \d+(, \d+){7} …", said), said

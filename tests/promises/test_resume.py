@@ -19,7 +19,7 @@ from torch import nn
 
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped
-from src.engine.record.result import read_metrics
+from src.engine.record.result import read_metrics, read_result
 from src.run.lifecycle import Training
 from src.schema import ResolvedConfig
 from src.training import checkpoint
@@ -221,3 +221,32 @@ def test_the_last_line_of_a_stopped_run_is_the_command_that_goes_on_bit_for_bit(
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder))
     assert_equal_trees({**one, "made_by": None}, {**other, "made_by": None})
     assert curves(running.folder) == curves(whole)
+
+
+def test_a_larger_max_steps_goes_on_inside_the_epoch_that_the_smaller_cut_off(undisturbed: Any, tmp_path: Path) -> None:
+    overrides = (*spread(1), *RANDOM, "data.workers=0")
+    whole = undisturbed(1, overrides)
+    first = in_ranks(train, 1, str(tmp_path), config_of((*overrides, "train.max_steps=9")), None)[0]
+    second = in_ranks(train, 1, str(tmp_path), config_of(overrides), None)[0]
+    assert set(Counter(first + second).values()) == {1} and len(first + second) == STEPS * 24
+    one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
+    for part in ("model", "optimizer", "ema"):
+        assert_equal_trees(one[part], other[part], part)
+    assert one["progress"]["epoch_loss"] == other["progress"]["epoch_loss"]
+
+
+def test_the_last_steps_of_a_long_run_are_timed_too(tmp_path: Path) -> None:
+    """Ten steps to warm up are for a long run; its rest is a short one."""
+    overrides = (*spread(1), "train.epochs=8")
+    in_ranks(train, 1, str(tmp_path), config_of(overrides), 41)
+    in_ranks(train, 1, str(tmp_path), config_of(overrides), None)
+    throughput = read_result(tmp_path).throughput
+    assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
+
+
+def test_what_only_the_last_epoch_knew_outlives_a_death_before_the_result(undisturbed: Any, tmp_path: Path) -> None:
+    overrides = (*spread(1), *RANDOM, "data.workers=0")
+    whole = undisturbed(1, overrides)
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    in_ranks(train, 1, str(tmp_path), config_of(overrides), None)
+    assert read_result(tmp_path).train == read_result(whole).train

@@ -51,7 +51,8 @@ class Meter:
 
         `untimed`: steps before the window; None: the usual warm-up.
         """
-        self.images_per_step, self._warm_up = images_per_step, untimed or warm_up_steps(steps)
+        self.images_per_step, self._untimed = images_per_step, untimed
+        self.expect(steps)
         self._clock, self._window_opens = clock, window_opens
         self._seconds = array("d")  # of each interval in the window; 12 bytes a step, so that memory stays flat
         self._steps = array("I")
@@ -63,6 +64,10 @@ class Meter:
         self._boundaries = ((0, 0.0), (0, 0.0))  # (steps, seconds) timed up to the last two
         self.usage = Usage()  # over the window
         self.first_step_at: float | None = None  # time.time()
+
+    def expect(self, steps: int) -> None:
+        """So many steps are to come: all of a run, or the rest of a resumed one. Called before the first of them."""
+        self._warm_up = self._untimed or warm_up_steps(steps)
 
     def epoch_begins(self) -> None:
         if self._steps_seen == 0:

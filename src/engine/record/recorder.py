@@ -58,12 +58,12 @@ class Recorder:
         if self.enabled:
             self.tensorboard.images("train/images", batch, mean / 255, std / 255, 0)
 
-    def epoch(self, epoch: int, epochs: int, loss: float, val: Numbers) -> None:
-        """One line on the console; `val`: the newest evaluation, empty before the first."""
+    def epoch(self, epoch: int, epochs: int, loss: float | None, val: Numbers) -> None:
+        """One line on the console; `loss`: None if all steps were skipped; `val`: the newest evaluation, if any."""
         if self.enabled:
             shown = {"val/loss": "loss", "val/acc": "acc", "ema": "acc_ema", "best": "acc_best"}
             found = "".join(f"  {word} {val[name]:.4f}" for word, name in shown.items() if val.get(name) is not None)
-            log.info("epoch %d/%d  train/loss %.4f%s", epoch, epochs, loss, found)
+            log.info("epoch %d/%d  train/loss %s%s", epoch, epochs, "none" if loss is None else f"{loss:.4f}", found)
 
     def end(self, step: int, config: dict[str, Any], confusions: dict[str, Tensor], classes: list[str]) -> None:
         """Write what is shown once, and close: confusion matrices by split, config, hparams."""
