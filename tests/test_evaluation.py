@@ -18,7 +18,8 @@ from torch.nn import functional
 import evaluate as entry
 from src.data.datasets import InMemory
 from src.data.feed import DeviceFeed
-from src.data.loader import Loader, Reader, evaluation_requests
+from src.data.loader import Loader, Reader
+from src.data.sampling import EvaluationRequests
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.single import Single
@@ -49,7 +50,7 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
     found = []
     for num_samples, num_classes in SPLITS:
         data = split(num_samples, num_classes)
-        requests = evaluation_requests(data, 6, strategy.rank, strategy.world_size)
+        requests = EvaluationRequests(len(data), 6, strategy.rank, strategy.world_size)
         feed = DeviceFeed(torch.device("cpu"), plain(1, 4, 0.5, 0.25), channels_last=False)
         evaluation = metrics.evaluate(
             strategy.for_evaluation(model(num_classes), None),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from src.data.datasets import InMemory
 from src.data.feed import BatchMemory, DeviceFeed
-from src.data.loader import Reader, TrainLoader, train_requests
+from src.data.loader import Reader, TrainLoader
+from src.data.sampling import TrainRequests
 
 
 def test_a_block_that_nobody_holds_is_used_again() -> None:
@@ -95,7 +96,7 @@ def test_batches_for_a_gpu_are_gathered_into_pinned_memory_by_a_thread(monkeypat
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))
     feed = DeviceFeed(torch.device("cpu"), plain(3, 4), channels_last=False)
-    loader = TrainLoader(Reader(split, 40, None, 0), train_requests(split, 8, 0, 1, seed=0), feed, 0)
+    loader = TrainLoader(Reader(split, 40, None, 0), TrainRequests(len(split), 8, 0, 1, seed=0), feed, 0)
     wanted = list(loader.epoch(0))
     pinned: list[int] = []
     empty = torch.empty
@@ -122,7 +123,7 @@ def test_a_worker_process_never_pins() -> None:
     feed = DeviceFeed(torch.device("cpu"), plain(3, 4), channels_last=False)
     feed.device = torch.device("cuda")  # by name alone
     for workers in (0, 2):
-        loader = TrainLoader(Reader(split, 1, None, 0), train_requests(split, 4, 0, 1, seed=0), feed, workers)
+        loader = TrainLoader(Reader(split, 1, None, 0), TrainRequests(len(split), 4, 0, 1, seed=0), feed, workers)
         assert loader.reader.pin_memory == (workers == 0)
 
 

@@ -86,10 +86,10 @@ def test_counts_are_those_of_the_loaders_and_processes(two_ranks: tuple[dict[str
 
 def read_twice(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
     """As `trained`, with a sampler that gives rank 1 the share of rank 0."""
-    from src.data.sampling import EpochShard
+    from src.data.sampling import TrainRequests
 
-    whole = EpochShard.shard
-    EpochShard.shard = lambda self: (setattr(self, "rank", 0), whole(self))[1]  # type: ignore[method-assign]
+    whole = TrainRequests.shard
+    TrainRequests.shard = lambda self: (setattr(self, "rank", 0), whole(self))[1]  # type: ignore[method-assign]
     return trained(ranks, store, folder, *overrides)
 
 

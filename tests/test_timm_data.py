@@ -22,7 +22,7 @@ from src.data import tars
 from src.data.datasets import build_images
 from src.data.folders import check_data
 from src.data.loader import Reader
-from src.data.sampling import EpochShard, Request
+from src.data.sampling import Request, TrainRequests
 from src.schema import Config
 
 CLASSES = ("cat", "dog")
@@ -225,7 +225,7 @@ def test_repeated_augmentation_shows_copies_of_an_image_in_one_global_batch(
     global_batch = batch * world_size * copies
     if num_images < global_batch:
         return
-    shards = [EpochShard(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
+    shards = [TrainRequests(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
     own = [shard.shard().split(global_batch // world_size) for shard in shards]
     assert all(len(batches) == num_images // global_batch for batches in own)
     for step in zip(*own, strict=True):

@@ -67,7 +67,8 @@ def _our_loader(folder: Path, workers: int) -> Any:
     from src.data.augment import Preprocessing, train_transform
     from src.data.datasets import build_images
     from src.data.feed import DeviceFeed
-    from src.data.loader import Reader, TrainLoader, train_requests
+    from src.data.loader import Reader, TrainLoader
+    from src.data.sampling import TrainRequests
     from src.schema import AugmentConfig, DataConfig
 
     split = build_images(DataConfig(name="folder", root=str(folder))).train
@@ -75,7 +76,7 @@ def _our_loader(folder: Path, workers: int) -> Any:
     preprocessing = Preprocessing((3, SIZE, SIZE), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bilinear")
     reader = Reader(split, 2, transform, 0, substitutes=len(split))
     feed = DeviceFeed(torch.device("cpu"), preprocessing, channels_last=False)
-    return TrainLoader(reader, train_requests(split, BATCH, 0, 1, 0), feed, workers)
+    return TrainLoader(reader, TrainRequests(len(split), BATCH, 0, 1, 0), feed, workers)
 
 
 def timm(folder: Path, workers: int) -> Epoch:

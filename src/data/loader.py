@@ -16,7 +16,7 @@ from src.data.augment import Transform, seed_draws
 from src.data.datasets import InMemory, Split
 from src.data.feed import Batch, DeviceFeed
 from src.data.images import UnreadableImageError
-from src.data.sampling import BatchRequests, EpochShard, EvaluationRequests, Reads, Request
+from src.data.sampling import EvaluationRequests, Reads, Request, TrainRequests
 from src.engine.machine import hardware
 from src.engine.machine.process import die_with_parent
 from src.engine.machine.signals import ignore_stop_signals
@@ -121,7 +121,7 @@ class Loader:
     """Batches of one split for this rank, on its device."""
 
     def __init__(
-        self, reader: Reader, requests: BatchRequests | EvaluationRequests, feed: DeviceFeed, num_workers: int
+        self, reader: Reader, requests: TrainRequests | EvaluationRequests, feed: DeviceFeed, num_workers: int
     ) -> None:
         self.reader, self.requests, self.feed, self.num_workers = reader, requests, feed, num_workers
         self.unreadable: set[int] = set()  # indices that this rank could not read
@@ -170,14 +170,14 @@ class Loader:
 class TrainLoader(Loader):
     """The shuffled, sharded epoch."""
 
-    requests: BatchRequests
+    requests: TrainRequests
     reads: Reads | None = None  # of the epoch under way
     reads_of_whole: Reads | None = None  # of the last one that was read from its start to its end
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
         self.requests.start_at(epoch, first_batch)
-        self.reads = Reads(self.requests.shard.num_images * self.requests.shard.copies)
+        self.reads = Reads(self.requests.num_images * self.requests.copies)
         self._batches_to_read = self.batches_per_epoch if first_batch == 0 else -1
         return self._batches()
 
@@ -190,11 +190,11 @@ class TrainLoader(Loader):
 
     @property
     def batches_per_epoch(self) -> int:
-        return self.requests.shard.batches_per_epoch
+        return self.requests.batches_per_epoch
 
     def peek(self) -> Tensor:
         """The normalised images of this rank's first batch, read aside: nothing moves on."""
-        self.requests.start_at(0, 0)
+        self.requests.start_at(0)
         return self.feed(self.reader.read(next(iter(self.requests)))[:2])[0]
 
 
@@ -205,27 +205,6 @@ def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
         while (batch := upcoming.result()) is not None:
             upcoming = reader.submit(next, batches, None)
             yield batch
-
-
-def train_requests(
-    split: Split,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    *,
-    limit: int | None = None,
-    copies: int = 1,
-) -> BatchRequests:
-    """`batch_size` is the global one; `limit` uses only the first so many images; `copies` as in EpochShard."""
-    return BatchRequests(EpochShard(min(len(split), limit or len(split)), batch_size, rank, world_size, seed, copies))
-
-
-def evaluation_requests(split: Split, batch_size: int, rank: int, world_size: int) -> EvaluationRequests:
-    """`batch_size` is the global one."""
-    if len(split) == 0:
-        raise ValueError("the evaluation split is empty: no image to evaluate on")
-    return EvaluationRequests(len(split), max(1, batch_size // world_size), rank, world_size)
 
 
 def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:

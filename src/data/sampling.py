@@ -6,13 +6,12 @@ Step n sees the same set of images on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
 BATCHES_ADDED_AT_ONCE = 100
@@ -39,77 +38,70 @@ class Request(NamedTuple):
     indices: NDArray[np.int64]  # [batch]; numpy, because a tensor would travel to a worker as shared memory
 
 
-class EpochShard(DistributedSampler[Any]):
-    """torch's DistributedSampler, with the shard as a tensor (10^7 indices: 80 MB instead of 400) and the tail dropped.
+class TrainRequests:
+    """What one rank is to read in an epoch, batch by batch.
 
-    Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches of size B/w together
-    are the n-th global batch of size B. What does not fill a global batch is dropped, on all ranks alike.
+    Rank r of w takes every w-th index of the epoch's permutation, as torch's DistributedSampler does, so that the ranks'
+    n-th batches of size B/w together are the n-th global batch of size B. What does not fill a global batch is dropped, on
+    all ranks alike.
 
     With `copies` c (repeated augmentation, Hoffer et al. 2020, arXiv:1901.09335) an epoch is as long, of a c-th of the
-    images; copy k of image i is the index i + k x num_samples, so that each has draws of its own, and copies are
+    images; copy k of image i is the index i + k x num_images, so that each has draws of its own, and copies are
     neighbours, so that ddp spreads them over its ranks.
     """
 
     def __init__(
-        self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int, copies: int = 1
+        self, num_images: int, batch_size: int, rank: int, world_size: int, seed: int, copies: int = 1
     ) -> None:
         """`batch_size` is the global one."""
-        if num_samples < batch_size:
+        if num_images < batch_size:
             raise ValueError(
-                f"data.batch_size={batch_size}: larger than the training split ({num_samples} images); use at most that"
+                f"data.batch_size={batch_size}: larger than the training split ({num_images} images); use at most that"
             )
-        super().__init__(range(num_samples), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
-        self.num_images, self.batch_size, self.copies = num_samples, batch_size, copies
-        self.batches_per_epoch = num_samples // batch_size
-        self.dropped = num_samples % batch_size
+        self.num_images, self.batch_size, self.copies = num_images, batch_size, copies
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.batches_per_epoch, self.dropped = divmod(num_images, batch_size)
+        self.epoch = self.first_batch = 0
+
+    def start_at(self, epoch: int, first_batch: int = 0) -> None:
+        """The next iteration is over this epoch; a resumed run starts inside one."""
+        self.epoch, self.first_batch = epoch, first_batch
 
     def shard(self) -> Tensor:
-        """This rank's indices of the epoch given to `set_epoch`, in order: int64 [batches x batch/world]."""
+        """This rank's indices of the epoch, in order: int64 [batches x batch_size / world_size]."""
+        return self._order()[self.rank :: self.world_size]
+
+    def global_batches(self, first: int, count: int) -> list[int]:
+        """The images that all ranks read in this epoch's batches `first` to `first + count`."""
+        indices = self._order()[first * self.batch_size : (first + count) * self.batch_size]
+        return (indices % self.num_images).tolist()  # type: ignore[no-any-return]
+
+    def _order(self) -> Tensor:
+        """The epoch's indices, of all ranks: int64 [batches x batch_size]."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)  # as DistributedSampler draws
         order = torch.randperm(self.num_images, generator=generator)
         if self.copies > 1:
             chosen = order[: -(-self.num_images // self.copies)]
             order = (chosen[:, None] + torch.arange(self.copies) * self.num_images).flatten()
-        return order[: self.batches_per_epoch * self.batch_size][self.rank :: self.num_replicas]
-
-    def global_batches(self, first: int, count: int) -> list[int]:
-        """The images that all ranks read in this epoch's batches `first` to `first + count`."""
-        everyone = EpochShard(self.num_images, self.batch_size, 0, 1, self.seed, self.copies)
-        everyone.set_epoch(self.epoch)
-        indices = everyone.shard()[first * self.batch_size : (first + count) * self.batch_size]
-        return (indices % self.num_images).tolist()  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.shard().tolist())
-
-
-class BatchRequests:
-    """A batch sampler over an EpochShard that can start inside an epoch."""
-
-    def __init__(self, shard: EpochShard) -> None:
-        self.shard = shard
-        self.first_batch = 0
-
-    def start_at(self, epoch: int, first_batch: int) -> None:
-        self.shard.set_epoch(epoch)
-        self.first_batch = first_batch
+        return order[: self.batches_per_epoch * self.batch_size]
 
     def __iter__(self) -> Iterator[Request]:
-        per_rank = self.shard.batch_size // self.shard.num_replicas
-        for indices in self.shard.shard().split(per_rank)[self.first_batch :]:
-            yield Request(self.shard.epoch, indices.numpy())
+        for indices in self.shard().split(self.batch_size // self.world_size)[self.first_batch :]:
+            yield Request(self.epoch, indices.numpy())
 
     def __len__(self) -> int:
-        return self.shard.batches_per_epoch - self.first_batch
+        return self.batches_per_epoch - self.first_batch
 
 
 class EvaluationRequests:
     """Every sample once: rank r of w takes range(r, n, w), unpadded, so that shards may differ by one or be empty."""
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
-        """`batch_size` is this rank's."""
+        """`batch_size` is the global one."""
+        if num_samples == 0:
+            raise ValueError("the evaluation split is empty: no image to evaluate on")
         self.indices = torch.arange(num_samples)[rank::world_size]
-        self.batch_size = batch_size
+        self.batch_size = max(1, batch_size // world_size)
 
     def __iter__(self) -> Iterator[Request]:
         if len(self.indices):

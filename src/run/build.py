@@ -12,7 +12,8 @@ import torch
 from src.data.augment import Preprocessing, evaluation_transform, train_transform
 from src.data.datasets import Images, InMemory, build_images
 from src.data.feed import DeviceFeed
-from src.data.loader import Loader, Reader, TrainLoader, evaluation_requests, num_workers, train_requests
+from src.data.loader import Loader, Reader, TrainLoader, num_workers
+from src.data.sampling import EvaluationRequests, TrainRequests
 from src.engine.config.combinations import profile_rules
 from src.engine.config.rules import refuse
 from src.engine.record.meter import Meter
@@ -141,7 +142,7 @@ def build_evaluation(
         if split is not None:
             transform = None if isinstance(split, InMemory) else evaluation_transform(preprocessing)
             reader = Reader(split, len(images.class_names), transform, config.seed, config.data.on_error)
-            requests = evaluation_requests(split, config.global_batch, strategy.rank, strategy.world_size)
+            requests = EvaluationRequests(len(split), config.global_batch, strategy.rank, strategy.world_size)
             loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
     return images, preprocessing, model, loaders
 
@@ -152,14 +153,13 @@ def _build_train(
     split = images.train
     size = config.data.image_size or images.image_size or preprocessing.input_size[-1]
     transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
-    requests = train_requests(
-        split,
+    requests = TrainRequests(
+        min(len(split), config.data.limit_train or len(split)),
         config.global_batch,
         strategy.rank,
         strategy.world_size,
         config.seed,
-        limit=config.data.limit_train,
-        copies=config.data.augment.aug_repeats,
+        config.data.augment.aug_repeats,
     )
     reader = Reader(
         split,
@@ -167,7 +167,7 @@ def _build_train(
         transform,
         config.seed,
         config.data.on_error,
-        substitutes=requests.shard.num_images,
+        substitutes=requests.num_images,
     )
     feed = DeviceFeed(strategy.device, preprocessing, config.model.channels_last)
     return TrainLoader(reader, requests, feed, num_workers(config.data, split, local_world_size))

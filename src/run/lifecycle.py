@@ -247,7 +247,7 @@ class Training:
     def what_was_read(self, step: int) -> str:
         """The images of a step and the checkpoint before it, for a message; the log gets all of their indices."""
         per_step, before = self.config.train.accumulate, step - 1 - self.steps_before_epoch
-        indices = self.run.train.requests.shard.global_batches(before * per_step, per_step)
+        indices = self.run.train.requests.global_batches(before * per_step, per_step)
         log.error("training images of step %d, by index: %s", step, indices)
         last = self.folder / "checkpoints" / "last.pt"
         good = f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.datasets import Images, build_images
 from src.data.folders import check_data
-from src.data.sampling import EpochShard
+from src.data.sampling import TrainRequests
 from src.engine.config.combinations import check_combination
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
@@ -118,8 +118,8 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
 def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
-    shard = EpochShard(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
-    steps_per_epoch, steps = count_steps(train, shard.batches_per_epoch)
+    requests = TrainRequests(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
+    steps_per_epoch, steps = count_steps(train, requests.batches_per_epoch)
     chunk = math.ceil(batch / devices)
     side = config.data.image_size or images.image_size
     with torch.device("meta"):  # timm reads numbers out of some tensors while it builds, which fake ones have not
@@ -136,8 +136,8 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
         batch_size=batch,
         batch_size_per_device=chunk,
         images=size,
-        images_per_device=shard.batches_per_epoch * batch // devices,
-        dropped_per_epoch=shard.dropped,
+        images_per_device=requests.batches_per_epoch * batch // devices,
+        dropped_per_epoch=requests.dropped,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         learning_rate=config.learning_rate,
@@ -145,7 +145,7 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
         parameters=count_parameters(model),
         flops_per_step=flops * devices * train.accumulate,
         bytes=held,
-        warnings=tuple(_warnings(config, model, chunk, shard, steps_per_epoch)),
+        warnings=tuple(_warnings(config, model, chunk, requests, steps_per_epoch)),
     )
 
 
@@ -215,12 +215,15 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _warnings(config: Config, model: nn.Module, chunk: int, shard: EpochShard, steps_per_epoch: int) -> Iterator[str]:
+def _warnings(
+    config: Config, model: nn.Module, chunk: int, requests: TrainRequests, steps_per_epoch: int
+) -> Iterator[str]:
     normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if normalised and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
         yield f"per-device batch {chunk} with BatchNorm: its statistics are noisy; model.sync_bn=true, or a larger batch"
-    if shard.dropped > 0.05 * shard.num_images:
-        yield f"{shard.dropped} of {shard.num_images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
+    dropped, images = requests.dropped, requests.num_images
+    if dropped > 0.05 * images:
+        yield f"{dropped} of {images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
     if steps_per_epoch < 10:
         yield f"{steps_per_epoch} steps per epoch: start and end of each epoch weigh as much as its steps"
     if config.model.grad_checkpointing:

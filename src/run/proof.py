@@ -58,7 +58,7 @@ def show_banner(run: Run, folder: Path) -> None:
 
 def _facts(run: Run, folder: Path) -> dict[str, str]:
     config, strategy, parallel = run.config, run.strategy, run.config.parallel
-    batch, devices, shard = config.global_batch, parallel.devices, run.train.requests.shard
+    batch, devices, requests = config.global_batch, parallel.devices, run.train.requests
     on = f"{devices} {parallel.accelerator} device{'s' * (devices > 1)}"
     if parallel.accelerator == "cpu":
         on += f" of {parallel.threads_per_device} thread{'s' * (parallel.threads_per_device > 1)}"
@@ -76,7 +76,7 @@ def _facts(run: Run, folder: Path) -> dict[str, str]:
     loading = f"{workers} loader process{'es' * (workers > 1)} per rank" if workers else "read without loader processes"
     return {
         "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
-        "data": f"{config.data.name}, {shard.num_images:,} training images, {shard.dropped} dropped per epoch, "
+        "data": f"{config.data.name}, {requests.num_images:,} training images, {requests.dropped} dropped per epoch, "
         f"{loading}",
         "strategy": f"{strategy.kind} on {on}" + (f", {strategy.backend}" if strategy.backend else ""),
         "batch": f"{batch} global, {per_device} per device"
@@ -110,7 +110,7 @@ def make_result(run: Run, folder: Path, proof: Proof, digest: str, drifted: list
         steps=step,
         epochs=step / run.steps_per_epoch,
         samples_seen=step * config.global_batch * config.train.accumulate,
-        dropped_per_epoch=run.train.requests.shard.dropped,
+        dropped_per_epoch=run.train.requests.dropped,
         skipped=_skipped(run),
         train={"loss": run.state.progress.epoch_loss},
         val=run.numbers["val"],
@@ -193,11 +193,10 @@ def _count_indices(run: Run) -> dict[str, int | None]:
     if reads is None or not all(strategy.gather(reads is not None)):  # resumed at its end: nothing was read
         return {"indices_seen": None, "indices_distinct": None, "indices_expected": None}
     counts = strategy.sum(torch.from_numpy(reads.counts()).to(strategy.device, torch.int32))
-    shard = train.requests.shard
     return {
         "indices_seen": int(counts.sum()),
         "indices_distinct": int(counts.count_nonzero()),
-        "indices_expected": shard.batches_per_epoch * shard.batch_size if whole else None,
+        "indices_expected": train.batches_per_epoch * train.requests.batch_size if whole else None,
     }
 
 

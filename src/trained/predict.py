@@ -18,7 +18,8 @@ from src.data.augment import evaluation_transform
 from src.data.feed import DeviceFeed
 from src.data.folders import image_files
 from src.data.images import decode_file
-from src.data.loader import Loader, Reader, evaluation_requests, num_workers
+from src.data.loader import Loader, Reader, num_workers
+from src.data.sampling import EvaluationRequests
 from src.engine.config.combinations import check_combination
 from src.engine.config.resolve import resolve
 from src.engine.machine.files import write_text
@@ -113,7 +114,9 @@ def _loader(
 ) -> Loader:
     files = ImageFiles(paths, trained.preprocessing.input_size[0])
     reader = Reader(files, len(paths), evaluation_transform(trained.preprocessing), seed=0, on_error="skip")
-    requests = evaluation_requests(files, request.batch_size * strategy.world_size, strategy.rank, strategy.world_size)
+    requests = EvaluationRequests(
+        len(files), request.batch_size * strategy.world_size, strategy.rank, strategy.world_size
+    )
     feed = DeviceFeed(strategy.device, trained.preprocessing, trained.config.model.channels_last)
     return Loader(reader, requests, feed, num_workers(DataConfig(workers=request.workers), files, local_world_size))
 

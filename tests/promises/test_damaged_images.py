@@ -15,8 +15,8 @@ from PIL import Image
 
 from src.data.feed import DeviceFeed
 from src.data.images import UnreadableImageError
-from src.data.loader import Loader, Reader, evaluation_requests
-from src.data.sampling import Request
+from src.data.loader import Loader, Reader
+from src.data.sampling import EvaluationRequests, Request
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_metrics, read_result
 from src.run.lifecycle import Training
@@ -127,7 +127,7 @@ def test_an_image_that_can_be_read_again_counts_again() -> None:
 
     split = Split()
     feed = DeviceFeed(torch.device("cpu"), plain(1, 2), channels_last=False)
-    loader = Loader(Reader(split, 1, None, 0, "skip"), evaluation_requests(split, 2, 0, 1), feed, 0)
+    loader = Loader(Reader(split, 1, None, 0, "skip"), EvaluationRequests(3, 2, 0, 1), feed, 0)
     for away, read, unreadable in ((True, 2, {1}), (False, 3, set())):
         split.away = away
         assert sum(len(labels) for _, labels in loader) == read

@@ -14,7 +14,7 @@ import torch
 from conftest import Train, in_ranks, resolved
 from PIL import Image
 
-from src.data.sampling import EpochShard
+from src.data.sampling import TrainRequests
 from src.engine.machine.ranks import Ranks
 
 pytestmark = pytest.mark.processes
@@ -30,7 +30,7 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
             for index in range(count):
                 Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(root / split / name / f"{index}.png")
     files = sorted((root / "train").rglob("*.png"))
-    first = int(EpochShard(16, 4, rank=1, world_size=2, seed=42).shard()[0])
+    first = int(TrainRequests(16, 4, rank=1, world_size=2, seed=42).shard()[0])
     files[first].write_bytes(files[first].read_bytes()[:40])
     return files[first]
 
