@@ -120,12 +120,12 @@ class Training:
         log.info("going on from %s, step %d", path, self.progress.step)
 
     def is_finished(self) -> bool:
-        """At the last step or epoch, or no better for `early_stop` evaluations."""
-        patience = self.config.train.early_stop
+        """True after the end of the last step's epoch, or if no better for `early_stop` evaluations."""
+        progress, patience = self.progress, self.config.train.early_stop
         return (
-            self.progress.step >= self.run.total_steps
-            or self.progress.epoch >= self.config.train.epochs
-            or (patience is not None and self.progress.evaluations_since_best >= patience)
+            (progress.step >= self.run.total_steps and progress.ended_at == progress.step)
+            or progress.epoch >= self.config.train.epochs
+            or (patience is not None and progress.evaluations_since_best >= patience)
         )
 
     def train_epoch(self) -> None:

@@ -30,6 +30,9 @@ class Progress:
     open_loss: float = 0.0
     open_steps: int = 0
     skipped: int = 0  # steps without an update, because their gradients were not finite
+    ended_at: int = (
+        0  # the step after which an epoch, or what train.max_steps left of it, was last evaluated and closed
+    )
     epoch_loss: float | None = None  # mean over the steps of the newest whole or partial epoch; None without any
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
@@ -55,6 +58,7 @@ class Progress:
 
     def end_epoch(self, is_whole: bool) -> None:
         """Note its mean loss. One that train.max_steps cuts off stays under way, for a run that goes on with it."""
+        self.ended_at = self.step
         self.epoch_loss = self.loss_sum / self.loss_steps if self.loss_steps else None
         if is_whole:
             self.epoch, self.step_in_epoch, self.loss_sum, self.loss_steps = self.epoch + 1, 0, 0.0, 0

@@ -146,6 +146,7 @@ def slow(*row: Any) -> Any:
     ("world_size", "workers", "stop_at"),
     [
         (2, 0, 3),
+        (1, 0, STEPS),  # before the last epoch is evaluated
         *(slow(1, 0, step) for step in STOPS),
         *(slow(2, 0, step) for step in STOPS if step != 3),
         *(slow(1, 2, step) for step in (3, EPOCH)),
@@ -160,6 +161,8 @@ def test_bit_for_bit(undisturbed: Any, tmp_path: Path, world_size: int, workers:
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
     assert_equal_trees({**one, "made_by": None}, {**other, "made_by": None})
     assert curves(tmp_path) == curves(whole)
+    found, expected = read_result(tmp_path), read_result(whole)
+    assert (found.train, found.val, found.test) == (expected.train, expected.val, expected.test)
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
     for tag in ("train/loss", "val/acc"):
         steps = [event.step for event in events.Scalars(tag)]
