@@ -260,9 +260,12 @@ class TestCommands:
         assert result(both)["parameters"] > result(alone)["parameters"]
 
     def test_dataset(self, scratch: Path, flowers: Path) -> None:
-        _, sweep = EXAMPLES["A dataset"].commands
         words = ("model=tiny", "data.image_size=32", "data.batch_size=8", "data.workers=0", "train.max_steps=null")
-        folder = run(scratch, sweep.replace("/data/flowers", str(flowers)), *words)
+        alone, folder = (
+            run(scratch, command.replace("/data/flowers", str(flowers)), *words)
+            for command in EXAMPLES["A dataset"].commands
+        )
+        assert result(alone)["val"]["samples"] == 8
         jobs = [result(path.parent) for path in folder.glob("*/result.json")]
         assert [job["val"]["samples"] for job in jobs] == [8, 8, 8]
         rows = list(csv.DictReader((folder / "report.csv").read_text().splitlines()))
