@@ -107,11 +107,14 @@ SHOWN = shown_commands()
 HERE = [command for command in SHOWN if not named(NOT_RUN, command) and not named(ELSEWHERE, command)]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
+ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS = "/plan", "outputs/(…|train)", "/(report|forecast)", "parallel=ddp"  # scripts
 
 
 def test_every_shown_command_runs_in_a_test_or_says_why_not() -> None:
     assert len(TRAININGS) > 30 and len(SCRIPTS) > 5
     assert set(HERE) == {*TRAININGS, *SCRIPTS}, "run it here, or name it in ELSEWHERE or NOT_RUN"
+    kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
+    assert [command for command in SCRIPTS if not any(re.search(kind, command) for kind in kinds)] == []
     files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {name for text in files for name in re.findall(r"^ *def (\w+)", text, re.MULTILINE)}
     assert {name for names in ELSEWHERE.values() for name in names.split()} <= tests
@@ -245,15 +248,22 @@ SAYS = {  # what is printed
 }
 
 
+def scripts_like(pattern: str) -> list[str]:
+    """The commands that match, with what is here in place of what the page's reader has: many are then the same."""
+    found = set()
+    for command in (command for command in SCRIPTS if re.search(pattern, command)):
+        for shown, here in STANDS_FOR.items():
+            command = re.sub(shown, here, command)
+        assert not re.search(r"[<>…]", command), command
+        found.add(command)
+    return sorted(found)
+
+
 def words_of(command: str, **places: Path) -> tuple[str, list[str]]:
-    """(script, its words) with what is here in place of what the page's reader has."""
+    """(script, its words)"""
     match = SCRIPT.fullmatch(command)
     assert match is not None
-    words = match[2]
-    for shown, here in STANDS_FOR.items():
-        words = re.sub(shown, here, words)
-    assert not re.search(r"[<>…]", words), command
-    return match[1], shlex.split(words.format(**places))
+    return match[1], shlex.split(match[2].format(**places))
 
 
 def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> None:
@@ -266,13 +276,13 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
     assert SAYS[name] in said.out or (written and written[0].stat().st_size > 0), said
 
 
-@pytest.mark.parametrize("command", [command for command in SCRIPTS if "plan.py" in command])
+@pytest.mark.parametrize("command", scripts_like(ALONE))
 def test_a_plan_is_made(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(command, capsys)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [command for command in SCRIPTS if re.search(r"outputs/(…|train)", command)])
+@pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
 def test_a_script_runs_on_a_run(
     command: str, finished_run: Finished, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,7 +303,7 @@ def sweep(train_shared: Train) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [command for command in SCRIPTS if re.search(r"/(report|forecast)\.py", command)])
+@pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
 def test_a_script_runs_on_a_sweep(command: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(command, capsys, sweep=sweep)
 
@@ -309,7 +319,7 @@ def test_figures_are_drawn_from_a_sweep(sweep: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [command for command in SCRIPTS if "parallel=ddp" in command])
+@pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
 def test_a_script_starts_its_ranks(command: str, photos: Path, tmp_path: Path, train: Train) -> None:
     torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), tmp_path / "weights.pt")
     name, words = words_of(command, photos=photos, weights=tmp_path / "weights.pt")
