@@ -50,6 +50,7 @@ ELSEWHERE = {
     r"tensorboard ": "test_tensorboard_as_we_say_to_start_it_listens_on_loopback",
     r"python -m src\.run ": "test_command_runs",
     r"python -c ": "test_one_liners_run",
+    r"python scripts/plan\.py model=resnet18 ": "test_the_tables_of_the_page_on_batches_are_those_of_the_plan",
     r"python scripts/maintain/chaos\.py": "test_some_faults_change_nothing",
     r"cp conf/local": "test_this_machines_own_settings_have_an_example",
     r"python train\.py --help": "test_help_shows_groups_options_and_three_commands_without_torch",
@@ -106,6 +107,7 @@ SHOWN = shown_commands()
 HERE = [command for command in SHOWN if not named(NOT_RUN, command) and not named(ELSEWHERE, command)]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
+LARGE = re.compile("experiment=(small_layers|buckets|scaling_)")  # sweeps: a second or two to compose
 ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS = "/plan", "outputs/(…|train)", "/(report|forecast)", "parallel=ddp"  # scripts
 
 
@@ -216,7 +218,9 @@ def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", TRAININGS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow) if LARGE.search(c) else c for c in TRAININGS]
+)
 def test_a_training_takes_a_step(losses: dict[str, list[float | str]], command: str) -> None:
     assert losses[command]
     for loss in losses[command]:
