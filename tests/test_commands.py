@@ -107,7 +107,7 @@ SHOWN = shown_commands()
 HERE = [command for command in SHOWN if not named(NOT_RUN, command) and not named(ELSEWHERE, command)]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
-LARGE = re.compile("experiment=(small_layers|buckets|scaling_)")  # sweeps: a second or two to compose
+LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_)|-m seed=")  # to compose, or to train
 ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS = "/plan", "outputs/(…|train)", "/(report|forecast)", "parallel=ddp"  # scripts
 
 
