@@ -6,12 +6,13 @@ Step n sees the same set of images on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
 BATCHES_ADDED_AT_ONCE = 100
@@ -38,12 +39,12 @@ class Request(NamedTuple):
     indices: NDArray[np.int64]  # [batch]; numpy, because a tensor would travel to a worker as shared memory
 
 
-class TrainRequests:
-    """What one rank is to read in an epoch, batch by batch.
+class TrainRequests(DistributedSampler[Any]):
+    """torch's DistributedSampler, batch by batch: with its shard as a tensor (10^7 indices: 80 MB instead of 400), an
+    epoch that can be entered at any batch, and the tail dropped.
 
-    Rank r of w takes every w-th index of the epoch's permutation, as torch's DistributedSampler does, so that the ranks'
-    n-th batches of size B/w together are the n-th global batch of size B. What does not fill a global batch is dropped, on
-    all ranks alike.
+    Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches of size B/w together
+    are the n-th global batch of size B. What does not fill a global batch is dropped, on all ranks alike.
 
     With `copies` c (repeated augmentation, Hoffer et al. 2020, arXiv:1901.09335) an epoch is as long, of a c-th of the
     images; copy k of image i is the index i + k x num_images, so that each has draws of its own, and copies are
@@ -58,18 +59,19 @@ class TrainRequests:
             raise ValueError(
                 f"data.batch_size={batch_size}: larger than the training split ({num_images} images); use at most that"
             )
+        super().__init__(range(num_images), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.num_images, self.batch_size, self.copies = num_images, batch_size, copies
-        self.rank, self.world_size, self.seed = rank, world_size, seed
         self.batches_per_epoch, self.dropped = divmod(num_images, batch_size)
-        self.epoch = self.first_batch = 0
+        self.first_batch = 0
 
     def start_at(self, epoch: int, first_batch: int = 0) -> None:
         """The next iteration is over this epoch; a resumed run starts inside one."""
-        self.epoch, self.first_batch = epoch, first_batch
+        self.set_epoch(epoch)
+        self.first_batch = first_batch
 
     def shard(self) -> Tensor:
-        """This rank's indices of the epoch, in order: int64 [batches x batch_size / world_size]."""
-        return self._order()[self.rank :: self.world_size]
+        """This rank's indices of the epoch, in order: int64 [batches x batch_size / num_replicas]."""
+        return self._order()[self.rank :: self.num_replicas]
 
     def global_batches(self, first: int, count: int) -> list[int]:
         """The images that all ranks read in this epoch's batches `first` to `first + count`."""
@@ -86,7 +88,7 @@ class TrainRequests:
         return order[: self.batches_per_epoch * self.batch_size]
 
     def __iter__(self) -> Iterator[Request]:
-        for indices in self.shard().split(self.batch_size // self.world_size)[self.first_batch :]:
+        for indices in self.shard().split(self.batch_size // self.num_replicas)[self.first_batch :]:
             yield Request(self.epoch, indices.numpy())
 
     def __len__(self) -> int:

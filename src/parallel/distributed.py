@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from src.engine.machine.ranks import Ranks
+from src.parallel.compressed import Sent, compress
 from src.parallel.forward import ModelAndLoss
 from src.parallel.packing import as_bytes, pack, unpack
 from src.parallel.reducer import Communicated, TimedParallel, communicated, per_step
@@ -24,7 +24,6 @@ from src.parallel.single import Criterion, Single
 from src.parallel.stopping import Stopping
 from src.schema import ResolvedParallel
 
-HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -49,6 +48,7 @@ class Distributed(Single):
             timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
             device_id=self.device if config.backend == "nccl" else None,
         )
+        self._sent: Sent | None = None
         self._at_warm = Communicated()  # when the timed steps began
         own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
         self.stopping = Stopping(ranks.rank, ranks.world_size, own)
@@ -74,7 +74,8 @@ class Distributed(Single):
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
         wrapped = TimedParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
         if self.config.comm_hook is not None:
-            wrapped.register_comm_hook(None, HOOKS[self.config.comm_hook])
+            self._sent = Sent(self.config.comm_hook)
+            wrapped.register_comm_hook(self._sent, compress)
         wrapped.sample_every(1 if self.device.type == "cpu" else 10)  # on a GPU a sample waits for the step before
         return wrapped
 
@@ -172,8 +173,9 @@ class Distributed(Single):
         doi:10.1016/j.jpdc.2008.09.002.
         """
         others = self.world_size - 1
-        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradients = sum(2 * p.numel() if self.config.comm_hook else p.nbytes for p in learned)  # a hook: 16 bits each
+        gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        if self._sent is not None:
+            gradients = self._sent.bytes_per_step
         shared = getattr(wrapped, "forward_sync_buffers", getattr(wrapped, "broadcast_buffers", False))
         buffers = sum(buffer.nbytes for buffer in model.buffers()) if shared and others else 0
         return gradients if others else 0, 2 * others * gradients // self.world_size + buffers
