@@ -11,7 +11,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from src.engine.config.compose import read_frozen
+from src.engine.config.compose import compose_command, read_frozen
 from src.engine.launch.resume import with_saved_overrides
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, write_result
@@ -212,8 +212,9 @@ def test_the_benchmarks_are_long_enough_whatever_the_batch(devices: int, monkeyp
 
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: tuple(range(devices)))
     for name in ("compare", "scaling_strong", "scaling_weak", "buckets", "small_layers"):
-        command = expand(get_args_parser().parse_args(["-m", f"experiment={name}", "parallel.devices=1"]))[0]
-        train = command.config.train
+        words = ["-m", f"experiment={name}", "parallel.devices=1"]
+        config = compose_command(get_args_parser().parse_args(words)).config
+        train = config.train
         assert train.max_steps == (600 if devices else 40)
         assert train.epochs * (1257 // 256) >= train.max_steps
-        assert int(command.config.sweep.repeats) >= 3
+        assert int(config.sweep.repeats) >= 3

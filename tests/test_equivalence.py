@@ -53,7 +53,7 @@ QUICK = ("dp2", "ddp2")
 def _case(training: str, spread: str) -> Any:
     marks = [pytest.mark.processes] if spread.startswith("ddp") else []
     if spread not in QUICK:
-        marks.append(pytest.mark.slow)
+        marks.append(pytest.mark.slow(seconds=1))
     return pytest.param(training, spread, marks=marks)
 
 

@@ -285,12 +285,20 @@ def test_a_head_for_other_classes_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("words", [["parallel=ddp", "parallel.devices=2"], ["parallel=dp", "parallel.devices=2"]])
-def test_every_world_size_counts_the_same(finished_run: Finished, words: list[str]) -> None:
-    command = [sys.executable, "evaluate.py", f"run={finished_run.folder}", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_every_world_size_counts_the_same(
+    finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    words = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
+    if strategy == "ddp":  # the command starts itself again, as ranks
+        command = [sys.executable, "evaluate.py", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    else:
+        assert entry.main(words) == 0
+        said = capfd.readouterr().out
+    found = {line["split"]: line for line in map(json.loads, said.splitlines())}
     assert found["test"]["world_size"] == 2
     for key in ("correct", "samples", "acc_per_class"):
         assert found["test"][key] == finished_run.result["test"][key], key
@@ -298,11 +306,11 @@ def test_every_world_size_counts_the_same(finished_run: Finished, words: list[st
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_table_has_a_row_per_combination(finished_run: Finished, tmp_path: Path) -> None:
-    command = [sys.executable, "evaluate.py", "-m", f"run={finished_run.folder},{tmp_path}", "split=test"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1, "one row failed"
-    head, good, bad = done.stdout.splitlines()
+def test_a_table_has_a_row_per_combination(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(["-m", f"run={finished_run.folder},{tmp_path}", "split=test"]) == 1, "one row failed"
+    head, good, bad = capfd.readouterr().out.splitlines()
     assert head.split() == ["split", "acc", "acc5", "loss", "samples"]
     assert good.startswith(f"run={finished_run.folder} ") and f"{finished_run.result['test']['acc']:.4f}" in good
     assert bad.startswith(f"run={tmp_path} ") and "no config.yaml" in bad

@@ -1,6 +1,6 @@
 """Faults while a device is in use: the rank is named, the device is free again, a sweep goes on.
 
-The same tests run on a CPU, where they hold the path that a device takes.
+On a CPU promises/test_faults.py and test_ends.py try the same; a sweep that goes on is tried there here too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from conftest import Train
 
 FAULTY = Path(__file__).parent / "promises" / "faulty"
 pytestmark = pytest.mark.processes
-on = pytest.mark.parametrize(
-    "accelerator",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        ),
-    ],
+gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu)])
+on_both = pytest.mark.parametrize(
+    "accelerator", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpu)]
 )
 
 
@@ -39,7 +35,7 @@ def accident(kind: str, mark: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
 
 
-@on
+@on_cuda
 @pytest.mark.parametrize(
     ("kind", "said"),
     [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
@@ -50,7 +46,7 @@ def test_a_rank_that_dies_or_stops_is_named(train: Train, accelerator: str, kind
     assert done.returncode == 1 and said in done.stderr, done.output
 
 
-@on
+@on_both
 def test_one_of_two_ranks_is_out_of_memory_and_the_sweep_goes_on(train: Train, accelerator: str) -> None:
     sweep = train.base / "sweep"
     environment = accident("no_memory", train.base / "mark")
@@ -60,7 +56,7 @@ def test_one_of_two_ranks_is_out_of_memory_and_the_sweep_goes_on(train: Train, a
     assert sorted(job["status"] for job in jobs) == ["done", "out_of_memory"], done.output
 
 
-@on
+@on_cuda
 def test_a_stop_signal_saves_and_leaves(train: Train, accelerator: str) -> None:
     running = train.start(*words(accelerator), "train.epochs=500", "train.log_every=1")
     running.wait_for_steps()

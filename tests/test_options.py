@@ -1,28 +1,25 @@
 """Every option of every group composes and runs a step, and a finished run's config.yaml runs again.
 
-The command's own path is taken from `train.main` on, in this process; only the rank differs: it is forked from one
-process that has torch and timm imported already, because importing them takes longer than the step. ddp starts its
-ranks as it always does.
+The command's own path is taken from `train.main` on, in this process; only the ranks differ: they are warm.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import warm_ranks
 from hydra._internal.utils import get_args_parser
 
 import train
 from src.engine.config.compose import compose_command, read_frozen
-from src.engine.launch import job, supervisor
+from src.engine.launch import job
 from src.engine.machine.files import claim_folder
 from src.engine.machine.ranks import NEEDED
 from src.engine.sweep.points import expand
@@ -46,73 +43,16 @@ ONE_STEP = (
 )
 SEVERAL_DEVICES = ("dp", "ddp")
 
-RANKS = """
-import os, sys, traceback
-from pathlib import Path
-import torch, timm, src.run.lifecycle, torch.utils.tensorboard
-from src.engine.launch import rank as worker
-from src.run import run
-for line in sys.stdin:
-    folder = Path(line.strip())
-    if not (child := os.fork()):
-        code = 70
-        try:
-            console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT)
-            os.dup2(console, 1), os.dup2(console, 2)
-            code = worker.main(folder, run)
-            sys.stdout.flush()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-RunRank = Callable[[Path], int]
 RunCommand = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
-def run_rank() -> Iterator[RunRank]:
-    """Runs the worker on a prepared folder in a fork of a process that has everything imported; returns its exit code."""
-    environment = {name: value for name, value in os.environ.items() if name not in NEEDED}
-    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = subprocess.Popen(
-        [sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert ranks.stdin is not None
-    assert ranks.stdout is not None
-
-    def run(folder: Path) -> int:
-        print(folder.resolve(), file=ranks.stdin, flush=True)
-        return int(ranks.stdout.readline())
-
-    yield run
-    ranks.stdin.close()
-    try:
-        ranks.wait(timeout=10)
-    finally:
-        ranks.kill()
-        ranks.wait()
-
-
 @pytest.fixture
-def run_command(
-    run_rank: RunRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> RunCommand:
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCommand:
     """`python train.py …`, which must end well; with `-m` the first point of the sweep that can run here, alone."""
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    start = supervisor.run_ranks
-
-    def ranks(config: Any, folder: Path, *more: Any) -> supervisor.Ended:
-        if config.parallel.strategy == "ddp":
-            return start(config, folder, *more)
-        code = run_rank(folder)
-        return supervisor.Ended(exit_codes={0: code} if code else {})
-
-    monkeypatch.setattr(job, "run_ranks", ranks)
+    monkeypatch.setattr(job, "run_ranks", lambda config, folder: warm_ranks(config, folder.resolve()))
 
     def run(folder: Path, *words: str) -> None:
         if "-m" in words:
@@ -169,6 +109,8 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
         words.append("model=tiny")
     if group == "parallel" and option in SEVERAL_DEVICES:
         words.append("parallel.devices=2")
+    if option == "buckets":  # one of its twelve points: composing them all takes longer than the step
+        words += ["parallel.bucket_cap_mb=1", "parallel.gradient_as_bucket_view=true", "parallel.static_graph=true"]
     if option in STAND_INS:
         words += [*in_files, *STAND_INS[option]]
     elif (group, option) == ("data", "folder"):

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
-import timm.optim
 import torch
 from conftest import in_ranks, resolved
 from torch import nn
 
-from src.engine.config.names import timm_optimizers
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.run.build import build
+from src.schema import ResolvedConfig
 from src.training.loop import train_epoch
-from src.training.optim import build_optimizer, build_schedule
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",
@@ -103,8 +104,13 @@ def overrides_of(option: str) -> tuple[str, ...]:
     return given
 
 
-def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
-    config = resolved(*COMMON, *STRATEGIES[strategy], *overrides_of(option))
+@cache
+def config_of(option: str) -> ResolvedConfig:
+    """Composed once: composing takes longer than the steps."""
+    return resolved(*COMMON, *STRATEGIES["single"], *overrides_of(option))
+
+
+def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -> Told:
     torch.manual_seed(config.seed)
     own = None if store is None else torch.distributed.PrefixStore(option, store)
     spread = build_strategy(config.parallel, ranks, own)
@@ -124,12 +130,12 @@ def three_steps(ranks: Ranks, store: Any, option: str, strategy: str) -> Told:
         spread.close()
 
 
-def try_options(ranks: Ranks, store: Any, strategy: str, options: list[str]) -> dict[str, Told]:
+def try_options(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) -> dict[str, Told]:
     torch.set_num_threads(1)
     found = {}
-    for option in options:
+    for option, config in configs.items():
         try:
-            found[option] = three_steps(ranks, store, option, strategy)
+            found[option] = three_steps(ranks, store, option, config)
         except Exception:
             found[option] = {"error": traceback.format_exc()}
     return found
@@ -146,7 +152,9 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Told]]:
         if strategy not in known:
             world = 2 if strategy == "ddp2" else 1
             run = in_ranks if world == 2 else lambda function, _, *rest, **__: [function(Ranks(), None, *rest)]
-            known[strategy] = run(try_options, world, strategy, options)[0]
+            parallel = resolved(*COMMON, *STRATEGIES[strategy]).parallel
+            configs = {option: replace(copy.deepcopy(config_of(option)), parallel=parallel) for option in options}
+            known[strategy] = run(try_options, world, configs)[0]
         return known[strategy]
 
     return get
@@ -154,7 +162,9 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Told]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS])
+@pytest.mark.parametrize(
+    "option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS]
+)
 def test_every_option_trains_under_every_strategy(
     told: Callable[[str], dict[str, Told]], option: str, strategy: str
 ) -> None:
@@ -194,93 +204,6 @@ def test_options_change_the_training(told: Callable[[str], dict[str, Told]]) -> 
     losses = {option: found["losses"] for option, found in told("single").items()}
     same = {option for option in losses if losses[option] == losses["nothing"]} - {"nothing"}
     assert same <= {"channels_last", "grad_checkpointing", "ema", "ema_without_warmup", "on_nonfinite"}
-
-
-HERE_WITHOUT = (  # Apex and bitsandbytes want CUDA and packages of their own
-    *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
-    *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
-)
-# kron compiles itself, which takes 20 s; kronc and kronw are the same class.
-QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
-
-
-@pytest.mark.parametrize(
-    "opt",
-    [
-        opt if opt in QUICK_OPTIMIZERS else pytest.param(opt, marks=pytest.mark.slow)
-        for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
-    ],
-)
-def test_every_optimizer_of_timm_moves_the_weights(opt: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    for _ in range(2):  # some only look around in their first step
-        optimizer.zero_grad()
-        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-        optimizer.step()
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
-def test_an_optimizer_that_cannot_be_had_here_is_refused_by_name(opt: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("Apex or bitsandbytes may work here")
-    with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
-        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
-
-
-def test_norms_and_biases_are_not_decayed() -> None:
-    model = timm.create_model("test_vit")
-    optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        decays = parameter.ndim > 1 and name not in model.no_weight_decay()
-        assert decay[id(parameter)] == (0.1 if decays else 0.0), name
-
-
-def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
-    """The rate of every step of a training of 10 epochs."""
-    config = resolved("train.epochs=10", "optim.lr=1.0", "optim.warmup_epochs=2", "optim.warmup_lr=0.1", *overrides)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
-    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
-    assert schedule is not None
-    found = []
-    for step in range(1, (steps or 10 * steps_per_epoch) + 1):
-        found.append(optimizer.param_groups[0]["lr"])
-        schedule.step_update(step)
-    return [*found, optimizer.param_groups[0]["lr"]]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [  # step -> rate, by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay
-        (
-            ("optim.sched=cosine",),
-            {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
-        ),
-        (("optim.sched=cosine", "optim.min_lr=0.2"), {20: 1.0, 60: 0.6, 100: 0.2}),
-        (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
-        (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
-        (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
-        (("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"), {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25}),
-        # timm drops one step before the milestone, and means to
-        (("optim.sched=multistep", "optim.decay_milestones=[4,7]"), {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01}),
-        (("optim.sched=wsd", "optim.decay_epochs=4"), {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0}),
-        (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
-    ],
-)
-def test_a_schedule_is_what_its_formula_says(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
-    found = rates(*overrides)
-    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
-def test_a_schedule_is_the_same_for_any_number_of_steps_in_an_epoch(sched: str) -> None:
-    """More accumulation, or a larger batch: fewer steps, the same curve over epochs."""
-    few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
-    assert few == pytest.approx(many[::4], abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import resource
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Train
+from conftest import Train, warm_processes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,8 +53,7 @@ def _save_for_ever(folder: Path, first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["src.training.checkpoint"])
+    context = warm_processes()
     draw, reached = random.Random(0), 0
     for _ in range(20):
         process = context.Process(target=_save_for_ever, args=(tmp_path, reached + 1))
@@ -152,7 +150,7 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 def test_a_save_that_fails_leaves_the_earlier_ones_and_says_so(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    context = multiprocessing.get_context("forkserver")
+    context = warm_processes()
     answers = context.Queue()
     process = context.Process(target=_save_with_little_room, args=(tmp_path, answers))
     process.start()

@@ -13,6 +13,7 @@ from conftest import in_ranks, resolved
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
 from src.run.lifecycle import Training
+from src.schema import ResolvedConfig
 
 FIXED = (
     "model=tiny",
@@ -83,20 +84,20 @@ def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
     return found
 
 
-def two_steps(ranks: Ranks, store: Any, base: str, cases: list[tuple[str, ...]]) -> list[str]:
+def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConfig]) -> list[str]:
     """What went wrong, by case; empty where nothing did."""
     from torch.distributed import PrefixStore
 
     torch.set_num_threads(1)
     said = []
-    for number, words in enumerate(cases):
+    for number, (words, config) in enumerate(cases.items()):
         folder = Path(base) / str(number)
         folder.mkdir(exist_ok=True)
         try:
-            Training(resolved(*FIXED, *words), folder, ranks, PrefixStore(str(number), store)).train()
+            Training(config, folder, ranks, PrefixStore(str(number), store)).train()
             said.append("" if read_result(folder).status == "done" else "no result")
         except Exception as error:
-            said.append(f"{' '.join(words)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            said.append(f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if ranks.world_size > 1:
                 break  # the other rank waits
     return said
@@ -106,7 +107,7 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: list[tuple[str, ...]])
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sample_of_the_valid_configs_runs(tmp_path: Path, world_size: int) -> None:
-    cases = combinations(20, world_size)
+    cases = {" ".join(words): resolved(*FIXED, *words) for words in combinations(20, world_size)}
     said = in_ranks(two_steps, world_size, str(tmp_path), cases)
     assert [line for rank in said for line in rank if line] == []
     assert [len(rank) for rank in said] == [len(cases)] * world_size

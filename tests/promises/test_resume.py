@@ -139,7 +139,7 @@ def spread(world_size: int, strategy: str = "") -> tuple[str, ...]:
 
 
 def slow(*row: Any) -> Any:
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return pytest.param(*row, marks=pytest.mark.slow(seconds=3))
 
 
 @pytest.mark.parametrize(

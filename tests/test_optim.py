@@ -1,0 +1,100 @@
+"""timm's optimizers move the weights or are refused by name, and its schedules are what their formulas say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import timm.optim
+import torch
+from conftest import resolved
+from torch import nn
+
+from src.engine.config.names import timm_optimizers
+from src.training.optim import build_optimizer, build_schedule
+
+HERE_WITHOUT = (  # Apex and bitsandbytes want CUDA and packages of their own
+    *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
+    *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
+)
+# kron compiles itself, which takes 20 s; kronc and kronw are the same class.
+QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [
+        opt if opt in QUICK_OPTIMIZERS else pytest.param(opt, marks=pytest.mark.slow(seconds=0.1))
+        for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
+    ],
+)
+def test_every_optimizer_of_timm_moves_the_weights(opt: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):  # some only look around in their first step
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
+def test_an_optimizer_that_cannot_be_had_here_is_refused_by_name(opt: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Apex or bitsandbytes may work here")
+    with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
+        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    model = timm.create_model("test_vit")
+    optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        decays = parameter.ndim > 1 and name not in model.no_weight_decay()
+        assert decay[id(parameter)] == (0.1 if decays else 0.0), name
+
+
+def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
+    """The rate of every step of a training of 10 epochs."""
+    config = resolved("train.epochs=10", "optim.lr=1.0", "optim.warmup_epochs=2", "optim.warmup_lr=0.1", *overrides)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
+    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
+    assert schedule is not None
+    found = []
+    for step in range(1, (steps or 10 * steps_per_epoch) + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        schedule.step_update(step)
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [  # step -> rate, by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay
+        (
+            ("optim.sched=cosine",),
+            {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
+        ),
+        (("optim.sched=cosine", "optim.min_lr=0.2"), {20: 1.0, 60: 0.6, 100: 0.2}),
+        (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
+        (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
+        (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
+        (("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"), {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25}),
+        # timm drops one step before the milestone, and means to
+        (("optim.sched=multistep", "optim.decay_milestones=[4,7]"), {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01}),
+        (("optim.sched=wsd", "optim.decay_epochs=4"), {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0}),
+        (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
+    ],
+)
+def test_a_schedule_is_what_its_formula_says(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
+    found = rates(*overrides)
+    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
+def test_a_schedule_is_the_same_for_any_number_of_steps_in_an_epoch(sched: str) -> None:
+    """More accumulation, or a larger batch: fewer steps, the same curve over epochs."""
+    few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
+    assert few == pytest.approx(many[::4], abs=0.02)
