@@ -116,7 +116,11 @@ class Chaos:
         kind = self.draw.choice(list(KINDS))
         before = life.family()
         began = time.monotonic()
-        allowed = KINDS[kind](self.draw, life)
+        try:
+            allowed = KINDS[kind](self.draw, life)
+        except LookupError:  # it is at its end: nobody is left to be killed
+            life.process.wait(timeout=GRACE)
+            return
         complaint = ""
         try:
             code = life.process.wait(timeout=GRACE)
@@ -191,6 +195,13 @@ class Chaos:
             self.full_disk(folder, epochs)
 
 
+def trains_as_known(life: Life) -> bool:
+    """Whether its two ranks are found once it trains. Else faults would strike nobody, and everything would hold."""
+    while life.process.poll() is None and not (life.folder / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    return len(life.ranks()) == 2
+
+
 def difference(whole: Path, folder: Path) -> str:
     """What a disturbed run ended with that an undisturbed one did not; empty where they are equal."""
     import torch
@@ -226,8 +237,10 @@ def main() -> int:
     base = claim_folder((arguments.out or ROOT / "outputs" / "chaos" / name).resolve())
     chaos = Chaos(random.Random(arguments.seed), base, deadline=0.0)
     whole = chaos.base / "undisturbed"
-    if chaos.start(whole, arguments.epochs).process.wait(timeout=600) != 0:
-        print(f"the undisturbed run failed; see {chaos.base}/console.log", file=sys.stderr)
+    undisturbed = chaos.start(whole, arguments.epochs)
+    if not trains_as_known(undisturbed) or undisturbed.process.wait(timeout=600) != 0:
+        undisturbed.process.kill()
+        print(f"the undisturbed run failed, or has no two ranks; see {chaos.base}/console.log", file=sys.stderr)
         return 1
     chaos.deadline, chaos.at_least = time.monotonic() + 60 * arguments.minutes, arguments.faults
     runs, differences = 0, []

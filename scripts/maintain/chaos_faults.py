@@ -30,7 +30,7 @@ class Life:
         found = []
         for child in self.family():
             try:
-                if child.ppid() == self.process.pid and "src.engine.launch.rank" in child.cmdline():
+                if child.ppid() == self.process.pid and "src.run" in child.cmdline():
                     found.append(child)
             except psutil.NoSuchProcess:
                 continue
@@ -55,8 +55,9 @@ def _signal(number: int, to_group: bool = False) -> Callable[[random.Random, Lif
 def _kill_one(which: str, number: int) -> Callable[[random.Random, Life], tuple[int, ...]]:
     def kill(draw: random.Random, life: Life) -> tuple[int, ...]:
         found = [life.process] if which == "launcher" else getattr(life, which)()
-        if found:
-            draw.choice(found).send_signal(number)
+        if not found:
+            raise LookupError(f"{which}: none is there")
+        draw.choice(found).send_signal(number)
         return (-9,) if which == "launcher" else (1, 0)
 
     return kill

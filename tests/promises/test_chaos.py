@@ -10,7 +10,7 @@ import pytest
 from conftest import Train
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 def test_some_faults_change_nothing(train: Train, tmp_path: Path) -> None:
     words = ["--minutes", "0", "--faults", "3", "--seed", "5", "--epochs", "15", "--out", str(tmp_path / "chaos")]
