@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# A file stays on one worker: its tests share what they have trained, and one cluster or pair of nodes is enough.
-ON_ALL_CORES := -n logical --dist loadfile
+# A file stays on one worker: its tests share what they have trained, and one cluster or pair of nodes is enough. Their order
+# is that of tests/conftest.py.
+ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare test test-fast test-all bench gpu-wheels gpu-check check lint format lock schema docs-figures fork clean

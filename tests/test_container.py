@@ -79,7 +79,7 @@ def test_the_notebook_is_kept_without_outputs_and_its_tools_apart() -> None:
     assert "nbclient" not in runtime
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))), reason="needs requirements-notebook.txt"

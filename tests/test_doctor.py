@@ -158,7 +158,7 @@ def test_every_library_of_the_requirements_is_looked_at() -> None:
     assert {"torch", "timm", "hydra-core", "psutil"} <= set(look.pins())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=25)
 @pytest.mark.processes
 def test_this_machine_can_train(train: Train) -> None:
     done = train.start_command([sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600).finish()

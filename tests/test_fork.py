@@ -119,7 +119,7 @@ def test_the_demo_can_be_dropped(clone: Path) -> None:
     assert not (clone / "docs" / "benchmarks.md").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=80)
 @pytest.mark.processes
 def test_without_the_demo_the_fast_tests_stay_green(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=True)

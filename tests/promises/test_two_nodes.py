@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import yaml
 from cluster_page import KUBERNETES, TORCHRUN
-from conftest import ROOT, Train, read_lines, tiny
+from conftest import ROOT, Train, read_lines, run_warm, tiny
 
 from src.engine.record.result import read_result
 
 NAMES = ("nodea", "nodeb")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # the first stands in the command of docs/cluster.md
 PROMPT = 15.0  # seconds from a fault to the end of everything
-LONG = ("train.epochs=80", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
+LONG = ("train.epochs=60", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
 
 
 def can_make_namespaces() -> bool:
@@ -39,7 +39,7 @@ def can_make_namespaces() -> bool:
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.slow,
+    pytest.mark.slow(seconds=30),
     pytest.mark.skipif(not can_make_namespaces(), reason="needs root and iproute2, to make network namespaces"),
 ]
 
@@ -164,18 +164,17 @@ def numbers(folder: Path) -> tuple[Any, ...]:
     return read_result(folder).parameters_hash, lines
 
 
-def alone(train: Train, *words: str) -> tuple[Any, ...]:
-    done = train("parallel=ddp", "parallel.devices=2", *words, folder=train.base / "alone")
-    assert done.returncode == 0, done.output
-    return numbers(done.folder)
+def alone(folder: Path, *words: str) -> tuple[Any, ...]:
+    """The numbers of one machine."""
+    return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *words))
 
 
-def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes, train: Train) -> None:
+def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes, tmp_path: Path) -> None:
     started = nodes.torchrun()
     assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
     result = read_result(nodes.run_folder())
     assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
-    assert numbers(nodes.run_folder()) == alone(train)
+    assert numbers(nodes.run_folder()) == alone(tmp_path / "alone")
     there = nodes.run_folder(1)
     assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, "records and checkpoints are rank 0's"
     assert (there / "logs" / "rank_1.log").exists()
@@ -202,9 +201,8 @@ def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> floa
 
 
 @pytest.fixture(scope="module")
-def undisturbed(train_shared: Train) -> tuple[Any, ...]:
-    """The numbers of LONG on one machine."""
-    return alone(train_shared, *LONG)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
 def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
