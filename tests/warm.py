@@ -6,10 +6,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # the server has not this process's path
 
+import conftest
 import hypothesis
 import torch.utils.tensorboard
 import torchvision.transforms.v2
-from conftest import parse, tiny
+from configs import parse, tiny
 
 import src.engine.record.tensorboard
 import src.parallel.data_parallel
