@@ -110,7 +110,6 @@ def train_warm(config: ResolvedConfig, folder: Path) -> Path:
 def warm_ranks(
     config: ResolvedConfig,
     folder: Path,
-    rendezvous: object = None,
     environment: dict[str, str] | None = None,
     first: Path | None = None,
     timeout: float = 300,
@@ -138,6 +137,7 @@ def warm_ranks(
         if any(process.exitcode for process in processes) or time.monotonic() > until:
             for process in processes:
                 process.terminate()
+            for process in processes:
                 process.join(timeout=30)
                 process.kill()
         time.sleep(0.02)
