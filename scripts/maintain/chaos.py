@@ -195,13 +195,6 @@ class Chaos:
             self.full_disk(folder, epochs)
 
 
-def trains_as_known(life: Life) -> bool:
-    """Whether its two ranks are found once it trains. Else faults would strike nobody, and everything would hold."""
-    while life.process.poll() is None and not (life.folder / "metrics.jsonl").exists():
-        time.sleep(0.02)
-    return len(life.ranks()) == 2
-
-
 def difference(whole: Path, folder: Path) -> str:
     """What a disturbed run ended with that an undisturbed one did not; empty where they are equal."""
     import torch
@@ -238,7 +231,7 @@ def main() -> int:
     chaos = Chaos(random.Random(arguments.seed), base, deadline=0.0)
     whole = chaos.base / "undisturbed"
     undisturbed = chaos.start(whole, arguments.epochs)
-    if not trains_as_known(undisturbed) or undisturbed.process.wait(timeout=600) != 0:
+    if undisturbed.ranks_in_training() != 2 or undisturbed.process.wait(timeout=600) != 0:
         undisturbed.process.kill()
         print(f"the undisturbed run failed, or has no two ranks; see {chaos.base}/console.log", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,12 @@ class Life:
             except psutil.NoSuchProcess:
                 continue
         return found
+
+    def ranks_in_training(self) -> int:
+        """How many are found once it trains. With none, faults would strike nobody, and everything would hold."""
+        while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
+            time.sleep(0.02)
+        return len(self.ranks())
 
     def loader_workers(self) -> list[psutil.Process]:
         direct = {rank.pid for rank in self.ranks()}
