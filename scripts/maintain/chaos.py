@@ -116,11 +116,7 @@ class Chaos:
         kind = self.draw.choice(list(KINDS))
         before = life.family()
         began = time.monotonic()
-        try:
-            allowed = KINDS[kind](self.draw, life)
-        except LookupError:  # it is at its end: nobody is left to be killed
-            life.process.wait(timeout=GRACE)
-            return
+        allowed = KINDS[kind](self.draw, life)
         complaint = ""
         try:
             code = life.process.wait(timeout=GRACE)
