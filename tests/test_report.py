@@ -104,6 +104,8 @@ def test_unfinished_sweep_says_how_much_is_done(tmp_path: Path) -> None:
     assert plain["counts"] == "3 of 7 jobs done, 1 out of memory, 1 running, 1 skipped, 1 waiting"
     assert plain["counts"] in html and plain["counts"] in markdown
     assert "single has 1 device" in html
+    links = set(re.findall(r'<a href="([^"]+)"', html))
+    assert links == {f"{number}/result.json" for number in range(4)}  # what never began has no folder to lead to
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
 
 
@@ -259,6 +261,7 @@ def test_csv_has_one_row_per_run(tmp_path: Path) -> None:
     assert float(rows[0]["images_per_sec"]) == 990
     assert rows[-1]["images_per_sec"] == "" and rows[-1]["reason"] == "one, two three"
     assert (rows[0]["host"], rows[0]["commit"], rows[0]["steps_timed"]) == ("node1", "0123abc", "250.0")
+    assert (rows[0]["seed"], rows[0]["block"], rows[0]["batch_size"]) == ("42", "0", "64")  # counts are whole
     assert {"precision", "flags", "started", "workers", "block", "seed"} <= set(rows[0])
 
 
@@ -273,6 +276,18 @@ def test_plots_are_files_with_their_data(tmp_path: Path) -> None:
     assert len(runs) == 15  # every repeat
     ratios = list(csv.DictReader((folder / "report_plots" / "1_ratios.csv").open(encoding="utf-8")))
     assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
+
+
+@pytest.mark.usefixtures("plots")
+def test_what_is_too_small_to_be_of_interest_is_shaded_as_the_sweep_was_told(tmp_path: Path) -> None:
+    drawn = []
+    for smallest in (0.03, 0.2):
+        sweep = full_sweep(tmp_path / str(smallest), {})
+        for strategy, speeds in (("single", [1000, 1010, 990]), ("dp", [2500, 2505, 2490])):
+            sweep.repeat(strategy, 1, speeds, config={"sweep": {"smallest_difference": smallest}})
+        read(sweep.write())
+        drawn.append((sweep.folder / "report_plots" / "1_ratios.svg").read_text(encoding="utf-8"))
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.usefixtures("plots")

@@ -135,6 +135,7 @@ def test_what_cannot_be_compared_is_refused(
         ("{", "cannot be read"),
         ("[]", "not a report.json"),
         ('{"points": []}', "not a report.json"),
+        ('{"format": 1, "points": [], "groups": [], "runs": [], "shared": {}, "varied": {}}', "not a report.json"),
     ],
 )
 def test_what_is_no_report_is_refused_before_anything_is_written(

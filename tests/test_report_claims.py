@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from report_sweeps import GIB, SPEEDS, Sweep, full_sweep, read, verdicts
 
+from src.engine.config.resolve import resolve
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
+from src.schema import AugmentConfig, Config
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -92,6 +94,14 @@ def test_speed_claims_flip_with_speed(
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
 
 
+def test_options_on_as_many_devices_are_no_more_devices(tmp_path: Path) -> None:
+    """Both buckets beat dp, the second by less: that says nothing about a lead over more devices."""
+    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
+    for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):
+        sweep.repeat("ddp", 2, speeds, options={"bucket_cap_mb": bucket})
+    assert verdicts(sweep.write())[1] == HOLDS
+
+
 def test_noise_leaves_a_claim_undecided_and_says_what_would_do(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1300, 800])
@@ -138,10 +148,20 @@ def test_unequal_chunks_and_refused_batches_show_claim_10_and_small_batches_brea
         change(sweep)
         return verdicts(sweep.write())[10]
 
-    why = "data.batch_size=2: fewer than 4 devices"
+    def skipped(batch: int, **augment: float) -> Callable[[Sweep], object]:
+        """With the very words in which such a job is refused."""
+        config = Config()
+        config.parallel.strategy, config.parallel.devices, config.data.batch_size = "dp", 4, batch
+        config.parallel.accelerator, config.data.augment = "cpu", AugmentConfig(**augment)
+        with pytest.raises(ValueError, match="batch_size") as refused:
+            resolve(config)
+        overrides = ("parallel=dp", "parallel.devices=4")
+        return lambda sweep: sweep.row(*overrides, status="skipped", reason=str(refused.value))
+
     assert verdict(lambda sweep: None) == UNMEASURED
+    assert verdict(skipped(9, mixup=0.2)) == UNMEASURED  # refused for its pairs, not for its devices
+    assert verdict(skipped(2)) == HOLDS
     assert verdict(lambda sweep: sweep.add("dp", 2, proof={"chunk_sizes": [4, 3]})) == HOLDS
-    assert verdict(lambda sweep: sweep.row("parallel=dp", "parallel.devices=4", status="skipped", reason=why)) == HOLDS
     assert verdict(lambda sweep: sweep.add("dp", 4, batch_size=2)) == FAILS
 
 
@@ -171,29 +191,29 @@ def test_corrections_have_a_figure_where_these_runs_show_one(tmp_path: Path) -> 
     found = {c["statement"]: c["figure"] for c in read(full_sweep(tmp_path / "s").write())[2]["corrections"]}
     assert "6 of 6 runs" in found["DDP shares one model between processes"]
     assert "dp × 2: 1 process" in found["DataParallel is multi-process"]
-    assert found["Windows has no DDP"] == "—"  # these runs were on Linux, which proves nothing
+    assert found["Windows has no DDP"] == ""  # these runs were on Linux, which proves nothing
 
 
 @pytest.mark.parametrize(
     ("statement", "strategy", "changes", "figure"),
     [
         ("DP needs equal chunks", "dp", {"proof": {"chunk_sizes": [4, 3]}}, "[4, 3] on 2 devices"),
-        ("DP needs equal chunks", "dp", {"proof": {"chunk_sizes": [4, 4]}}, "—"),
+        ("DP needs equal chunks", "dp", {"proof": {"chunk_sizes": [4, 4]}}, ""),
         ("Under DP only device 0 holds the model", "dp", {}, "6.00, 2.00 GiB"),
-        ("Under DP only device 0 holds the model", "ddp", {}, "—"),
+        ("Under DP only device 0 holds the model", "ddp", {}, ""),
         (
             "DDP saves memory by accumulation",
             "dp",
             {"config": {"train": {"accumulate": 4}}},
             "dp × 2 with train.accumulate=4",
         ),
-        ("DDP saves memory by accumulation", "ddp", {"config": {"train": {"accumulate": 1}}}, "—"),
+        ("DDP saves memory by accumulation", "ddp", {"config": {"train": {"accumulate": 1}}}, ""),
         ("DDP shares one model between processes", "ddp", {"proof": {"hashes_equal": False}}, "0 of 1 runs"),
-        ("Windows has no DDP", "ddp", {"backend": "gloo"}, "—"),
+        ("Windows has no DDP", "ddp", {"backend": "gloo"}, ""),
         ("Windows has no DDP", "ddp", {"backend": "gloo", "environment": {"platform": "Windows-11"}}, "on Windows-11"),
-        ("NCCL serves Windows", "ddp", {}, "—"),
-        ("DP passes parameters through the CPU", "dp", {}, "—"),
-        ("DP scatters the loss", "dp", {}, "—"),
+        ("NCCL serves Windows", "ddp", {}, ""),
+        ("DP passes parameters through the CPU", "dp", {}, ""),
+        ("DP scatters the loss", "dp", {}, ""),
     ],
 )
 def test_a_correction_takes_its_figure_from_the_runs_files_or_has_none(
@@ -202,5 +222,4 @@ def test_a_correction_takes_its_figure_from_the_runs_files_or_has_none(
     sweep = Sweep(tmp_path / "s")
     sweep.add(strategy, 2, **changes)
     found = {c["statement"]: c["figure"] for c in read(sweep.write())[2]["corrections"]}
-    assert (found[statement] == "—") == (figure == "—")
-    assert figure in found[statement]
+    assert figure in found[statement] and bool(figure) == bool(found[statement])

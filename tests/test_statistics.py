@@ -24,6 +24,7 @@ from src.engine.report.statistics import (
     estimate,
     summarise,
 )
+from src.engine.report.wording import doubt, figure, times
 
 pytestmark = pytest.mark.portable
 
@@ -117,6 +118,19 @@ def test_one_block_shows_no_noise_and_decides_nothing() -> None:
     [found] = contrasts(table({"a": [190], "b": [100]}), [("a", "b")])
     assert (found.verdict, found.low, found.detectable) == (UNDECIDED, None, None)
     assert found.ratio == pytest.approx(1.9)
+
+
+def test_an_interval_as_wide_as_numbers_go_is_still_one() -> None:
+    """Two blocks and a large family: the quantile of t is in the thousands, and its exponential has no end."""
+    [found] = contrasts(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")], level=1e-5)
+    assert (found.low, found.high, found.detectable) == (0.0, math.inf, math.inf)
+    assert found.verdict == UNDECIDED
+    assert "0.00 to inf" not in times(found) and "inf %" not in doubt(found)
+
+
+@pytest.mark.parametrize(("value", "text"), [(99.96, "100"), (99.94, "99.9"), (0.05, "0.0500"), (1234.5, "1,234")])
+def test_figures_have_three_digits(value: float, text: str) -> None:
+    assert figure(value) == text
 
 
 def test_points_of_blocks_that_never_meet_are_not_compared() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.engine.report.settings import machine, spelled
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, decide, estimate
+from src.engine.report.contents import FORMAT
+from src.engine.report.settings import spelled
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, contrasts
 from src.engine.report.wording import figure, listing, percent, times
 
 # Settings that change what a step computes: figures under different ones are not held against each other.
@@ -58,11 +59,9 @@ def read_report(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: cannot be read as a report.json ({error}); give one that a report has left"
-        ) from None
-    if not isinstance(report, dict) or not {"points", "groups", "runs", "shared", "varied"} <= set(report):
-        raise ValueError(f"{path}: not a report.json of this project; give one that a report has left")
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); give the report.json of a sweep") from None
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a report.json of this version; give one that scripts/report.py has written")
     return report
 
 
@@ -84,11 +83,14 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[Change]:
         for when, points in (("now", of_now), ("before", of_before))
         for speed in points[key][1]
     ]
-    contrasts = decide(estimate(rows, [(f"{place} now", f"{place} before") for place in range(len(common))]))
+    found = contrasts(rows, [(f"{place} now", f"{place} before") for place in range(len(common))])
     disturbed = _disturbed(now) | _disturbed(before)
-    return [
-        Change(of_now[key][0], contrast, key[:2] in disturbed) for key, contrast in zip(common, contrasts, strict=True)
-    ]
+    return [Change(of_now[key][0], contrast, key[:2] in disturbed) for key, contrast in zip(common, found, strict=True)]
+
+
+def _machine(name: str) -> str:
+    """Devices and processor of a report's `hardware`, without the versions, which an upgrade changes."""
+    return name.partition("; torch ")[0]
 
 
 def _points(report: dict[str, Any]) -> Iterator[tuple[Key, tuple[str, list[float]]]]:
@@ -99,20 +101,20 @@ def _points(report: dict[str, Any]) -> Iterator[tuple[Key, tuple[str, list[float
         compared = (row for row in own if row["block"] is not None and not row["neighbours"])
         speeds = [row["images_per_sec"] for row in compared if row["images_per_sec"]]
         if speeds and not point["stand_in"]:
-            place = (machine(point["hardware"]), point["group"])
+            place = (_machine(point["hardware"]), point["group"])
             key = (*place, point["strategy"], point["devices"], point["nodes"], point["options"])
             yield key, (f"{point['group']}, {point['label']} at {figure(sum(speeds) / len(speeds))} images/s", speeds)
 
 
 def _disturbed(report: dict[str, Any]) -> set[Key]:
-    return {(machine(group["hardware"]), group["title"]) for group in report["groups"] if group["disturbed"]}
+    return {(_machine(group["hardware"]), group["title"]) for group in report["groups"] if group["disturbed"]}
 
 
 def _nothing_in_common(now: dict[Key, Any], before: dict[Key, Any]) -> str:
     here, there = ({key[0] for key in points} for points in (now, before))
     if here and there and not here & there:
         return f"--baseline: was measured on other hardware: {listing(sorted(there))}; here: {listing(sorted(here))}"
-    names = (listing(f"{k[1]}, {k[2]} × {k[3]}" for k in points) for points in (now, before))
+    names = (listing(f"{k[1]}, {k[2]} × {k[3]}" for k in points) or "none" for points in (now, before))
     return "--baseline: has no point in common with this report; here: {}; there: {}".format(*names)
 
 

@@ -1,17 +1,137 @@
-"""What articles claim about DataParallel (DP) and DistributedDataParallel (DDP), weighed with one machine's figures."""
+"""What articles claim about DataParallel (DP) and DistributedDataParallel (DDP), weighed with one machine's figures.
+
+Here: the list of claims, those that runs bear out by what they counted themselves, so that one run is enough, and
+corrections. Claims that are timed or measured, so that their figures have a spread, are in claims_measured.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from src.engine.report import claims_counted as counted
 from src.engine.report import claims_measured as measured
-from src.engine.report.evidence import Evidence, Ruling, gib
-from src.engine.report.statistics import UNMEASURED
+from src.engine.report.evidence import Evidence, Ruling, missing, weigh
+from src.engine.report.measured import RunRecord
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
 from src.engine.report.wording import listing
 
-_THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory per device say nothing about GPUs"
-_ONE_MEMORY = "devices on CPU share one memory: what one holds and what moves between them cannot be told"
+# Words in the reasons of runs that ended, or were refused, because of what a claim is about.
+DRIFTED = "different parameters"
+BATCH_TOO_SMALL = "fewer images than"
+ONE_NODE_ONLY = "cannot span the nodes"
+
+
+def replicas_stay_equal(e: Evidence) -> Ruling:
+    """A run whose ranks drift apart fails, so failed runs are evidence too."""
+    drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
+    what = "equal hashes of all parameters over the ranks, at the start and at the end"
+    return e.in_every_run("ddp", what, lambda run: run.proof("hashes_equal"), failed=drifted)
+
+
+def shares_are_disjoint(e: Evidence) -> Ruling:
+    def counts(run: RunRecord) -> list[int | None]:
+        return [run.proof(f"indices_{what}") for what in ("seen", "distinct", "expected")]
+
+    return e.in_every_run(
+        "ddp",
+        "every index of the epoch read by exactly one rank",
+        lambda run: None if None in counts(run) else len(set(counts(run))) == 1,
+        lambda run: "{} read, {} distinct, {} expected".format(*counts(run)),
+    )
+
+
+def dp_needs_a_batch(e: Evidence) -> Ruling:
+    ran, refused = e.finished("dp", 2), e.refused("dp", BATCH_TOO_SMALL)
+    too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
+    if too_small:
+        return Ruling(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
+    recorded = [run for run in ran if run.chunk_sizes]
+    unequal = [run for run in recorded if len(set(run.chunk_sizes)) > 1]
+    shown = [f"chunks {run.chunk_sizes} on {run.devices} devices" for run in unequal or recorded]
+    shown += [f"refused: {run.reason}" for run in refused]
+    if not shown:
+        return missing("dp on 2 or more devices with its chunk sizes", "parallel=dp parallel.devices=2")
+    if unequal or refused:
+        return Ruling(HOLDS, listing(shown), "", (*unequal, *refused))
+    remedy = "every batch here divides evenly; add data.batch_size=7 parallel.devices=2"
+    return Ruling(UNMEASURED, listing(shown), remedy, tuple(recorded))
+
+
+def dp_starts_sooner(e: Evidence) -> Ruling:
+    rule = "here both are one key, parallel=…, so what is weighed is the time from the command to the first step"
+    return weigh(e.stated("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule)
+
+
+def first_rank_writes(e: Evidence) -> Ruling:
+    def files(run: RunRecord) -> dict[str, int]:
+        found = run.proof("files_per_rank")
+        return {rank: n for rank, n in found.items() if isinstance(n, int)} if isinstance(found, dict) else {}
+
+    return e.in_every_run(
+        "ddp",
+        "ranks other than 0 wrote no file but their own log",
+        lambda run: all(n <= 1 for rank, n in files(run).items() if rank != "0") if files(run) else None,
+        lambda run: "files of " + ", ".join(f"rank {rank}: {n}" for rank, n in list(files(run).items())[:8]),
+    )
+
+
+def backend_follows_device(e: Evidence) -> Ruling:
+    def example(run: RunRecord) -> str:
+        reason = run.environment.get("backend_reason") or run.proof("backend_reason") or "reason not recorded"
+        return f"{run.result['backend']} on {run.accelerator}: {reason}"
+
+    return e.in_every_run(
+        "ddp",
+        "NCCL on CUDA, gloo elsewhere",
+        lambda run: (
+            run.result["backend"] == ("nccl" if run.accelerator == "cuda" else "gloo")
+            if run.result["backend"]
+            else None
+        ),
+        example,
+    )
+
+
+def ddp_spans_machines(e: Evidence) -> Ruling:
+    ddp, dp = ([run for run in e.finished(strategy) if run.nodes > 1] for strategy in ("ddp", "dp"))
+    refused = e.refused("dp", ONE_NODE_ONLY)
+    shown = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
+    shown += [f"dp refused: {run.reason}" for run in refused]
+    runs = (*ddp, *dp, *refused)
+    if dp:
+        return Ruling(FAILS, listing(shown), "dp ran on several nodes", runs)
+    if ddp:
+        return Ruling(HOLDS, listing(shown), "" if refused else "dp on several nodes was not tried", runs)
+    alone = "no run of ddp on several nodes here; add cluster.nodes=2, or start torchrun with --nnodes=2"
+    return Ruling(UNMEASURED, listing(shown), alone, runs)
+
+
+def each_has_its_stage(e: Evidence) -> Ruling:
+    faster = Ruling(UNMEASURED) if e.on_cpu else measured.ddp_is_faster(e)
+    parts = {11: dp_starts_sooner(e), 1: faster, 14: ddp_spans_machines(e)}
+    words = [ruling.verdict for ruling in parts.values()]
+    verdict = next(word for word in (FAILS, UNMEASURED, UNDECIDED, HOLDS) if word in words)
+    basis = ", ".join(f"claim {number} ({ruling.verdict})" for number, ruling in parts.items())
+    runs = tuple(dict.fromkeys(run for ruling in parts.values() for run in ruling.runs))
+    return Ruling(verdict, reason=f"rests on {basis}", runs=runs)
+
+
+def one_optimizer_per_process(e: Evidence) -> Ruling:
+    found = {s: [r for r in e.finished(s, 2) if r.proof("optimizers") is not None] for s in ("dp", "ddp")}
+    if not all(found.values()):
+        return missing("dp and ddp on 2 or more devices with their optimizers counted")
+    runs = found["dp"] + found["ddp"]
+    fits = all(run.proof("optimizers") == (1 if run.strategy == "dp" else run.devices) for run in runs)
+    states = [[f"{n / 2**20:.1f} MiB" for n in run.entries(int, "proof", "optimizer_state_bytes")[:8]] for run in runs]
+    shown = listing(
+        f"{run.strategy} × {run.devices} has {run.proof('optimizers')}"
+        + (f" (state: {', '.join(state)})" if state else "")
+        for run, state in zip(runs, states, strict=True)
+    )
+    return Ruling(HOLDS if fits else FAILS, shown, "", tuple(runs))
+
+
+_THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
+_ONE_MEMORY = "devices on CPU share one memory: what each holds, and what moves between them, cannot be told"
 _NOT_ON_CPU = dict.fromkeys((1, 3, 5, 6), _THREADS) | dict.fromkeys((4, 7), _ONE_MEMORY)
 _NOT_ON_CPU[16] = "utilisation comes from NVML, which knows NVIDIA devices only"
 _CLAIMS = (
@@ -22,27 +142,27 @@ _CLAIMS = (
     (5, "DDP uses the CPU cores better; DP is one process under the interpreter lock", measured.ddp_uses_the_cores),
     (6, "The interpreter lock hurts DP most where a model is many small operations", measured.lock_hurts_small_layers),
     (7, "DDP moves less data than DP, and hides part of it behind the backward pass", measured.ddp_moves_less),
-    (8, "Replicas under DDP start equal and stay equal", counted.replicas_stay_equal),
-    (9, "DistributedSampler gives the ranks disjoint shares that cover the epoch", counted.shares_are_disjoint),
-    (10, "DP needs a batch of at least as many images as devices; its chunks can be unequal", counted.dp_needs_a_batch),
-    (11, "DP is one line and starts easily; DDP needs set-up", counted.dp_starts_sooner),
-    (12, "Only rank 0 should log; DDP's output is otherwise scattered", counted.first_rank_writes),
-    (13, "Backends: NCCL for CUDA, gloo for CPU", counted.backend_follows_device),
-    (14, "DDP goes on to several machines; DP cannot", counted.ddp_spans_machines),
-    (15, "A stage for each: DP to try an idea, DDP to train, several nodes to produce", counted.each_has_its_stage),
+    (8, "Replicas under DDP start equal and stay equal", replicas_stay_equal),
+    (9, "DistributedSampler gives the ranks disjoint shares that cover the epoch", shares_are_disjoint),
+    (10, "DP needs a batch of at least as many images as devices; its chunks can be unequal", dp_needs_a_batch),
+    (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner),
+    (12, "Only rank 0 should log; DDP's output is otherwise scattered", first_rank_writes),
+    (13, "Backends: NCCL for CUDA, gloo for CPU", backend_follows_device),
+    (14, "DDP goes on to several machines; DP cannot", ddp_spans_machines),
+    (15, "A stage for each: DP to try an idea, DDP to train, several nodes to produce", each_has_its_stage),
     (16, "Devices idle under DP", measured.devices_idle_under_dp),
-    (17, "One optimizer under DP, one per process under DDP", counted.one_optimizer_per_process),
+    (17, "One optimizer under DP, one per process under DDP", one_optimizer_per_process),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Claim(Ruling):
-    number: int = 0
-    text: str = ""
+    number: int
+    text: str
 
     @property
     def said(self) -> str:
-        return "; ".join(words for words in (self.figure, self.reason) if words not in ("—", "n/a", ""))
+        return "; ".join(filter(None, (self.figure, self.reason)))
 
 
 @dataclass(frozen=True)
@@ -51,7 +171,7 @@ class Correction:
 
     statement: str
     truth: str
-    figure: str  # a dash where these runs do not show it
+    figure: str = ""  # empty where these runs do not show it
 
     @property
     def text(self) -> str:
@@ -59,53 +179,45 @@ class Correction:
 
     @property
     def said(self) -> str:
-        return self.truth + (f" Here: {self.figure}." if self.figure != "—" else "")
+        return self.truth + (f" Here: {self.figure}." if self.figure else "")
 
 
 def weigh_claims(e: Evidence) -> list[Claim]:
     hidden = _NOT_ON_CPU if e.on_cpu else {}
-    found = [
-        Ruling(UNMEASURED, "n/a", hidden[number]) if number in hidden else weigh(e) for number, _, weigh in _CLAIMS
+    return [
+        Claim(**vars(Ruling(UNMEASURED, reason=hidden[n]) if n in hidden else rule(e)), number=n, text=text)
+        for n, text, rule in _CLAIMS
     ]
-    return [Claim(**vars(f), number=number, text=text) for (number, text, _), f in zip(_CLAIMS, found, strict=True)]
 
 
 def correct(e: Evidence) -> list[Correction]:
     ddp, dp = e.finished("ddp", 2), e.finished("dp", 2)
     equal = [run for run in ddp if run.proof("hashes_equal")]
-    replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else "—"
+    replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else ""
     even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
-    centre = f"largest over mean peak memory under ddp at most {max(even):.2f}" if even else "—"
-    worlds = ", ".join(map(str, sorted({run.devices for run in ddp if run.nodes == 1})))
-    machines = f"world sizes {worlds} on one machine" if worlds else "—"
-    peaks = listing(f"{e.place(g, p)}: {gib(p)} GiB" for g, p in e.points("dp") if p.peak_bytes and not p.stand_in)
+    centre = f"under ddp the largest peak memory is at most {max(even):.2f} of the devices' mean" if even else ""
+    ranks = sorted({run.devices for run in ddp if run.nodes == 1})
+    machines = f"{listing(map(str, ranks))} ranks on one machine" if ranks else ""
+    peaks = "" if e.on_cpu else measured.peaks(e, "dp")
     chunks = listing(f"{r.chunk_sizes} on {r.devices} devices" for r in dp if len(set(r.chunk_sizes)) > 1)
     gloo = {str(r.environment.get("platform") or "") for r in ddp if r.result.get("backend") == "gloo"}
     windows = listing(f"gloo ran here, on {name}" for name in sorted(gloo) if name.startswith("Windows"))
-    multi = listing(
-        f"{r.strategy} × {r.devices}: {count} process{'es' * (count != 1)}"
-        for r in dp + ddp
-        if (count := r.integer("processes")) is not None
-    )
+    counts = [(r, count) for r in dp + ddp if (count := r.integer("processes")) is not None]
+    processes = listing(f"{r.strategy} × {r.devices}: {n} process{'es' * (n != 1)}" for r, n in counts)
     steps = [(r, r.config.get("train.accumulate") or 1) for r in e.runs if r.comparable]
-    whose = listing(f"{r.strategy} × {r.devices} with train.accumulate={n}" for r, n in steps if n > 1)
-    whole, averaged = (
-        "Every rank has it all; only the data are divided.",
-        "An all-reduce: every rank sends the same share.",
+    asked = listing(f"{r.strategy} × {r.devices} with train.accumulate={n}" for r, n in steps if n > 1)
+    found = (
+        ("DDP holds a subset of the model on each machine", "Every rank has all of it; only data are split.", replicas),
+        ("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
+        ("Rank 0 averages the gradients and broadcasts them", "An all-reduce: all ranks send equal shares.", centre),
+        ("DataParallel is multi-process", "One process with one thread per device.", processes),
+        ("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
+        ("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
+        ("DP passes parameters through the CPU", "They are copied from device 0 to the others."),
+        ("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas."),
+        ("DDP must have several machines", "One machine is enough: its ranks are processes.", machines),
+        ("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
+        ("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo."),
+        ("DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for.", asked),
     )
-    return [
-        Correction("DDP holds a subset of the model on each machine", whole, replicas),
-        Correction("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
-        Correction("Rank 0 averages the gradients and broadcasts them", averaged, centre),
-        Correction("DataParallel is multi-process", "One process with one thread per device.", multi),
-        Correction("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
-        Correction("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
-        Correction("DP passes parameters through the CPU", "They are copied from device 0 to the others.", "—"),
-        Correction("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas.", "—"),
-        Correction("DDP must have several machines", "One machine is enough: its ranks are processes.", machines),
-        Correction("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
-        Correction("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo.", "—"),
-        Correction(
-            "DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for.", whose
-        ),
-    ]
+    return [Correction(*entry) for entry in found]

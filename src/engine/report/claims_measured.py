@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from src.engine.report.comparison import Group
-from src.engine.report.evidence import Evidence, Ruling, Stated, gib, missing, weigh
-from src.engine.report.families import SPEED
+from src.engine.report.comparison import Group, MeasuredPoint
+from src.engine.report.decisions import SPEED
+from src.engine.report.evidence import Evidence, Ruling, Stated, missing, weigh
 from src.engine.report.measured import RunRecord
 from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
 from src.engine.report.wording import figure, listing, percent, with_range
@@ -18,13 +18,19 @@ FULLER = 1.1  # device 0's peak over the largest of the others
 
 
 def ddp_is_faster(e: Evidence) -> Ruling:
-    """Its lead grows, or shrinks, with the devices where the intervals for few and for many lie wholly apart."""
+    """Its lead grows, or shrinks, with the devices where the intervals for fewest and most of a group lie wholly apart."""
     found = e.stated(SPEED, "ddp", "dp")
     ruling = weigh(found, "the images/s of dp")
     if ruling.verdict != HOLDS:
         return ruling
-    by_group = [[s.contrast for s in found if s.group is group] for group in e.groups]  # from few to many devices
-    growth = {_is_below(own[0], own[-1]) for own in by_group if len(own) > 1} - {UNMEASURED}
+    alike: dict[tuple[Group, str], list[Stated]] = {}
+    for stated in found:
+        alike.setdefault((stated.group, stated.a.options), []).append(stated)
+    growth = {
+        _is_below(own[0].contrast, own[-1].contrast)  # from few to many devices
+        for own in alike.values()
+        if own[0].a.devices < own[-1].a.devices
+    }
     if FAILS in growth:
         return replace(ruling, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
     shown = growth == {HOLDS}
@@ -39,19 +45,14 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 
 
 def ddp_is_close_to_linear(e: Evidence) -> Ruling:
-    nothing = missing("ddp on 2 or more devices beside single on 1", "parallel=single,ddp parallel.devices=1,2")
+    what = "ddp on 2 or more devices beside single on 1, with as many threads per device and no more than cores,"
+    nothing = missing(what, "parallel=single,ddp parallel.devices=1,2")
     found = e.stated(SPEED, "ddp", "single")
     fair = [s for s in found if not s.a.needless_threads and s.group.same_threads(s.a)]
-    if found and not fair:
-        return Ruling(
-            UNMEASURED,
-            reason="all points have more threads than cores, or other numbers of threads per device than single",
-        )
-
     shares = listing(f"{figure(s.group.efficiency(s.a) or 0)} for {s.place}, {s.group.kind} scaling" for s in fair)
-    rule = f"close to linear: efficiency of at least {CLOSE_TO_LINEAR}; here {shares}"
-    verdicts = [s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices) for s in fair]
-    return weigh(fair, "the images/s of single", rule, verdicts, nothing)
+    rule = f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here {shares}"
+    weighed = [replace(s, verdict=s.contrast.exceeds(CLOSE_TO_LINEAR * s.a.devices)) for s in fair]
+    return weigh(weighed, "the images/s of single", rule, nothing)
 
 
 def dp_fills_device_0(e: Evidence) -> Ruling:
@@ -60,7 +61,7 @@ def dp_fills_device_0(e: Evidence) -> Ruling:
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
     what = f"device 0 above all others by {percent(FULLER - 1)} or more"
-    return e.in_every_run("dp", what, first_is_fullest, figures=_peaks(e, "dp"))
+    return e.in_every_run("dp", what, first_is_fullest, figures=peaks(e, "dp"))
 
 
 def ddp_holds_full_replicas(e: Evidence) -> Ruling:
@@ -69,19 +70,22 @@ def ddp_holds_full_replicas(e: Evidence) -> Ruling:
         return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
 
     what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
-    return e.in_every_run("ddp", what, whole_and_even, figures=_peaks(e, "ddp"))
+    return e.in_every_run("ddp", what, whole_and_even, figures=peaks(e, "ddp"))
 
 
-def _peaks(e: Evidence, strategy: str) -> str:
-    return listing(
-        f"{e.place(g, p)}: {gib(p)} GiB" + (f", single {gib(g.single)} GiB" if g.single and g.single.peak_bytes else "")
-        for g, p in e.points(strategy)
-        if p.peak_bytes
-    )
+def peaks(e: Evidence, strategy: str) -> str:
+    """Peak memory of every device, first to last, beside single's."""
+
+    def gib(point: MeasuredPoint) -> str:
+        return ", ".join(f"{peak.median / 2**30:.2f}" for peak in point.peak_bytes) + " GiB"
+
+    found = [(g, p) for g, p in e.points(strategy) if p.peak_bytes]
+    beside = [f", single {gib(g.single)}" if g.single and g.single.peak_bytes else "" for g, _ in found]
+    return listing(f"{e.place(g, p)}: {gib(p)}{single}" for (g, p), single in zip(found, beside, strict=True))
 
 
 def ddp_uses_the_cores(e: Evidence) -> Ruling:
-    rule = "it must use more processor time and be faster: waiting in a loop counts as use too"
+    rule = "it must use more processor time and be faster, because waiting in a loop counts as use"
     used = weigh(e.stated("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule)
     faster = ddp_is_faster(e).verdict
     if used.verdict == HOLDS and faster != HOLDS:
@@ -100,16 +104,16 @@ def lock_hurts_small_layers(e: Evidence) -> Ruling:
         if depth > layers:
             pairs.append((stated, few))
     against = listing(f"{figure(few.contrast.ratio or 0)} × at depth {_depth(few.group)}" for _, few in pairs)
-    verdicts = [_is_below(many.contrast, few.contrast) for many, few in pairs]
+    weighed = [replace(many, verdict=_is_below(many.contrast, few.contrast)) for many, few in pairs]
     nothing = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
-    rule = f"beside {against}; the two intervals must lie apart"
-    return weigh([many for many, _ in pairs], "the images/s of single", rule, verdicts, nothing)
+    rule = f"against {against}; the two intervals must lie apart"
+    return weigh(weighed, "the images/s of single", rule, nothing)
 
 
 def ddp_moves_less(e: Evidence) -> Ruling:
     """On the busiest link, because dp's device 0 sends and receives for all; and with part of the time hidden."""
-    found = [(g, p, dp.measure(LINK)) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
-    known = [(g, p, own, dp) for g, p, dp in found if dp and (own := p.measure(LINK))]
+    found = [(g, p, p.measure(LINK), dp.measure(LINK)) for g, p in e.points("ddp") if (dp := g.at("dp", p.devices))]
+    known = [(g, p, own, dp) for g, p, own, dp in found if own and dp]
     if not known:
         return missing("dp and ddp on the same devices with the bytes over their busiest link")
     least = {run: dp.low for _, p, _, dp in known for run in p.runs}
@@ -129,9 +133,9 @@ def ddp_moves_less(e: Evidence) -> Ruling:
 
 
 def devices_idle_under_dp(e: Evidence) -> Ruling:
-    nothing = missing("dp and ddp on the same devices with their utilisation and ddp's parts of a step")
-    rule = "utilisation of the idlest device, less the share of ddp's step that waits for other ranks: NVML counts it as use"
-    return weigh(e.stated("busy", "ddp", "dp"), "as busy as dp", rule, nothing=nothing)
+    nothing = missing("dp and ddp on the same devices with their utilisation and the parts of ddp's step")
+    rule = "utilisation of the idlest device, less the share of a step in which ddp waits: NVML counts that as use"
+    return weigh(e.stated("busy", "ddp", "dp"), "as busy as dp", rule, nothing)
 
 
 def _depth(group: Group) -> int | None:

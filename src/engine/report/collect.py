@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from src.engine.record.jobs import Job, Jobs, read_jobs
+from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_result
 from src.engine.report.measured import RunRecord
 from src.engine.report.settings import flat
@@ -28,37 +28,32 @@ def collect(folders: list[Path]) -> list[RunRecord]:
         raise ValueError("no folder given; give a sweep folder, e.g. outputs/sweeps/<date>/<time>")
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
-    # sweeps first: a run that is also given by itself is known as the sweep's job, and once
-    ordered = sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file())
     found: dict[Path, RunRecord] = {}
-    for folder in ordered:
-        if (folder / "jobs.json").is_file():
-            sweep = os.path.relpath(folder, root)
-            runs = [_read_run(folder / job.folder, root, job, sweep) for job in read_sweep(folder).jobs]
-            if not runs:
-                raise ValueError(f"{folder}: a sweep without jobs; run `python train.py -m …` and report on its folder")
-        elif (folder / "result.json").is_file():
-            runs = [_read_run(folder, root, None)]
-        else:
-            raise ValueError(f"{folder}: no jobs.json and no result.json here; give a sweep folder or an ended run's")
+    # sweeps first: a run that is also given by itself is known as the sweep's job, and once
+    for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
+        try:
+            runs = _read_folder(folder, root)
+        except ValueError as error:
+            raise ValueError(f"{error}; restore it or leave the folder out") from None
         for run in runs:
             found.setdefault(run.folder.resolve(), run)
     return list(found.values())
 
 
-def read_sweep(folder: Path) -> Jobs:
-    try:
-        return read_jobs(folder)
-    except ValueError as error:
-        raise ValueError(f"{error}; restore it or leave the folder out") from None
+def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
+    if (folder / "jobs.json").is_file():
+        jobs = read_jobs(folder).jobs
+        if not jobs:
+            raise ValueError(f"{folder}: a sweep without jobs")
+        return [_read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs]
+    if (folder / "result.json").is_file():
+        return [_read_run(folder, root, None)]
+    raise ValueError(f"{folder}: no jobs.json and no result.json here, so no sweep and no run that has ended")
 
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
     """`job` is None where the folder is a run by itself."""
-    try:
-        result = vars(read_result(folder)) if (folder / "result.json").is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{error}; or run that job again, or leave the folder out") from None
+    result = vars(read_result(folder)) if (folder / "result.json").is_file() else {}
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result and status not in ("waiting", "running"):
         status, reason = result["status"], result["reason"] or reason
@@ -87,7 +82,7 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as {kind} ({first}); restore it or leave the folder out") from None
+        raise ValueError(f"{path}: cannot be read as {kind} ({first})") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: not a record of this project; give a sweep folder of this project")
+        raise ValueError(f"{path}: not a record of this project")
     return tree

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 from statistics import median
 from typing import Any
 
+import pandas as pd
+
 from src.engine.report.measured import RunRecord, as_number
 from src.engine.report.settings import hardware, varied, words
-from src.engine.report.statistics import Contrast, Summary, summarise
+from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary, summarise
 from src.engine.report.wording import percent
 
-STRATEGIES = ("single", "dp", "ddp")  # simplest first
+COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2}  # one of the user's own comes last
 STRAGGLES = 1.1  # a rank whose step computes this much longer than the median rank's is named
 # Settings that do not change what is trained, or by which points and repeats of one group differ on purpose.
 _NOT_A_SETTING = (
@@ -25,7 +29,7 @@ _NOT_A_SETTING = (
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """One strategy on one number of devices and nodes: all its repeats."""
+    """One strategy on one number of devices and nodes: all its runs."""
 
     strategy: str
     devices: int
@@ -51,37 +55,33 @@ class MeasuredPoint:
         return next((run.needless_threads for run in self.runs if run.needless_threads), None)
 
     @property
-    def threads(self) -> set[int | None]:
-        """Threads per device; matters on CPU only, where they decide what a device is."""
-        return {run.integer("threads_per_device") for run in self.runs if run.accelerator == "cpu"}
-
-    @property
     def speed(self) -> Summary | None:
         """Images/s, where they mean something: not for dp over CPU threads."""
         return None if self.stand_in else self.measure("images_per_sec")
 
-    def measure(self, name: str) -> Summary | None:
-        return summarise(run.measure(name) for run in self.runs)
-
     @property
+    def repeats(self) -> list[RunRecord]:
+        """Its runs without the baseline's two extra ones, of which the first warms the machine up."""
+        return [run for run in self.runs if run.block is not None]
+
+    def measure(self, name: str) -> Summary | None:
+        return summarise(run.measure(name) for run in self.repeats)
+
+    @cached_property
     def parts(self) -> dict[str, Summary]:
         """Milliseconds of the parts of a mean step, by name, where runs were profiled."""
-        of_runs = [run.profiled_parts for run in self.runs]
-        names = dict.fromkeys(name for parts in of_runs for name in parts)
-        found = ((name, summarise(parts.get(name) for parts in of_runs)) for name in names)
-        return {name: summary for name, summary in found if summary}
+        found = pd.DataFrame([run.profiled_parts for run in self.repeats])
+        return {str(name): summary for name in found if (summary := summarise(found[name]))}
 
     @property
     def flagged(self) -> int:
-        return sum(bool(run.flags) for run in self.runs)
+        return sum(bool(run.flags) for run in self.repeats)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> list[Summary]:
         """Per device, over the repeats that recorded as many devices as most did."""
-        peaks = [run.peak_bytes for run in self.runs if run.peak_bytes]
-        most = max((len(values) for values in peaks), default=0)
-        columns = zip(*(values for values in peaks if len(values) == most), strict=True)
-        return [summary for summary in map(summarise, columns) if summary is not None]
+        found = pd.DataFrame([run.peak_bytes for run in self.repeats]).dropna()
+        return [summary for device in found if (summary := summarise(found[device]))]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Group:
     settings: str  # what else tells this group from others of the report
     points: tuple[MeasuredPoint, ...] = ()
     contrasts: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)  # by measure
+    smallest_difference: float = SMALLEST_DIFFERENCE  # with which they were decided
 
     @property
     def title(self) -> str:
@@ -111,6 +112,22 @@ class Group:
     @property
     def runs(self) -> list[RunRecord]:
         return [run for point in self.points for run in point.runs]
+
+    @cached_property
+    def speeds(self) -> pd.DataFrame:
+        """Every run with images/s, in run order; `relative` is over the median of its point."""
+        columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
+        found = [
+            [point.label, run.name, run.sweep, run.position, run.block, point.strategy, point.devices]
+            + [point.strategy + point.suffix, own, own / speed.median, bool(run.flags)]
+            for point in self.points
+            if (speed := point.speed) and speed.median > 0
+            for run in point.runs
+            if (own := run.measure("images_per_sec")) is not None
+        ]
+        frame = pd.DataFrame(found, columns=[*columns, "images_per_sec", "relative", "flagged"])
+        whole = frame.astype({"position": "Int64", "block": "Int64"})
+        return whole.sort_values(["sweep", "position"], ignore_index=True)
 
     @property
     def disturbed(self) -> bool:
@@ -130,13 +147,10 @@ class Group:
         found.sort(key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options))
         return found[0] if found else None
 
-    def contrast(self, measure: str, a: MeasuredPoint | None, b: MeasuredPoint | None) -> Contrast | None:
-        """What was tested of a over b; None where that is no statement of this report."""
-        found = (c for c in self.contrasts.get(measure, ()) if a and b and (c.a, c.b) == (a.label, b.label))
-        return next(found, None)
-
     def over_single(self, point: MeasuredPoint) -> Contrast | None:
-        return self.contrast("images_per_sec", point, self.single)
+        """What was tested of its images/s over single's; None where nothing was."""
+        pair = (point.label, self.single.label if self.single else None)
+        return next((c for c in self.contrasts.get("images_per_sec", ()) if (c.a, c.b) == pair), None)
 
     def efficiency(self, point: MeasuredPoint) -> float | None:
         """Images/s over single's, per device: 1 is ideal. In strong and in weak scaling alike."""
@@ -144,8 +158,9 @@ class Group:
         return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
 
     def same_threads(self, point: MeasuredPoint) -> bool:
-        """False on CPU where `point`'s devices have another number of threads than the one of single."""
-        return self.single is None or point.threads == self.single.threads
+        """False on CPU, where threads decide what a device is, if `point`'s devices have not as many as single's."""
+        both = [{run.integer("threads_per_device") for run in p.runs} for p in (point, self.single or point)]
+        return self.accelerator != "cpu" or both[0] == both[1]
 
     @property
     def warnings(self) -> list[str]:
@@ -157,16 +172,16 @@ class Group:
 
 def stragglers(point: MeasuredPoint) -> list[str]:
     """Ranks that need STRAGGLES times as long to load and compute as the median rank, or longer, in the median run."""
-    shares: dict[tuple[Any, str], list[float]] = defaultdict(list)
+    shares: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in point.runs:
-        own = {
-            (entry.get("rank"), str(entry.get("host") or "host unknown")): data + compute
-            for entry in run.ranks
-            if (data := as_number(entry.get("data_ms"))) is not None
-            and (compute := as_number(entry.get("compute_ms"))) is not None
+        known = [(entry, as_number(entry.get("data_ms"))) for entry in run.entries(dict, "ranks")]
+        times = {
+            (str(entry.get("rank")), str(entry.get("host") or "an unknown host")): data + compute
+            for entry, data in known
+            if data is not None and (compute := as_number(entry.get("compute_ms"))) is not None
         }
-        middle = median(own.values()) if own else 0
-        for rank, time in own.items() if middle > 0 else ():
+        middle = median(times.values() or [0])
+        for rank, time in times.items() if middle > 0 else ():
             shares[rank].append(time / middle)
     return [
         f"{point.label}: rank {rank} on {host} needs {percent(share - 1)} longer for its part of a step "
@@ -198,24 +213,19 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
 
 
 def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
-    found: dict[tuple[str, int, int], list[RunRecord]] = defaultdict(list)
-    for run in runs:
-        found[run.strategy, run.devices, run.nodes].append(run)
     points = []
-    for place, members in found.items():
+    for (_, strategy, devices, nodes), alike in groupby(sorted(runs, key=_place), key=_place):
+        members = list(alike)
         options = [key for key in varied(members) if key.startswith("parallel.")]
-        variants: dict[str, list[RunRecord]] = defaultdict(list)
-        for run in sorted(members, key=lambda run: [_natural(run.config.get(key)) for key in options]):
-            variants[words(run, options, "parallel.")].append(run)
-        points += [MeasuredPoint(*place, named, tuple(repeats)) for named, repeats in variants.items()]
-    points.sort(key=lambda p: (complexity(p.strategy), p.strategy, p.devices, p.nodes))
-    options_seen = dict.fromkeys(point.options for point in points if point.options)
-    letters = {options: _letter(number) for number, options in enumerate(options_seen)}
-    return tuple(replace(point, letter=letters.get(point.options, "")) for point in points)
+        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
+        for named, repeats in groupby(members, key=lambda run: words(run, options, "parallel.")):
+            points.append(MeasuredPoint(strategy, devices, nodes, named, tuple(repeats)))
+    seen = list(dict.fromkeys(point.options for point in points if point.options))
+    return tuple(replace(p, letter=_letter(seen.index(p.options))) if p.options else p for p in points)
 
 
-def complexity(strategy: str) -> int:
-    return STRATEGIES.index(strategy) if strategy in STRATEGIES else len(STRATEGIES)
+def _place(run: RunRecord) -> tuple[int, str, int, int]:
+    return COMPLEXITY.get(run.strategy, len(COMPLEXITY)), run.strategy, run.devices, run.nodes
 
 
 def _natural(value: Any) -> tuple[int, float, str]:

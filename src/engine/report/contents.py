@@ -1,22 +1,24 @@
-"""What a report holds: everything that the runs bear out, before it is written."""
+"""What a report holds: all that the runs bear out; and the same as plain values, for report.json and report.csv."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from src.engine.record.jobs import Jobs
+from src.engine.record.jobs import Jobs, read_jobs
 from src.engine.report.claims import Claim, Correction, correct, weigh_claims
-from src.engine.report.collect import read_sweep
-from src.engine.report.comparison import Group, group_runs
+from src.engine.report.comparison import Group, MeasuredPoint, group_runs
+from src.engine.report.decisions import Lead, lead_of, with_contrasts
 from src.engine.report.evidence import Evidence
-from src.engine.report.families import with_contrasts
-from src.engine.report.lead import Lead, lead_of
-from src.engine.report.measured import RunRecord
-from src.engine.report.settings import hardware
-from src.engine.report.statistics import SMALLEST_DIFFERENCE
+from src.engine.report.measured import MEASURES, RunRecord
+from src.engine.report.settings import hardware, shared, varied
+from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
+
+FORMAT = 2  # of report.json, which docs/report.md describes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,115 @@ def compare(runs: list[RunRecord], folders: Sequence[Path] = ()) -> Report:
     machines = []
     for name in dict.fromkeys(group.hardware for group in groups):
         mine = [group for group in groups if group.hardware == name]
-        accelerators = {group.accelerator for group in mine}
         # A job that never began has no record of its hardware: its refusal or failure counts as evidence everywhere.
-        here = [r for r in runs if not r.accelerator or (hardware(r) == name and r.accelerator in accelerators)]
-        evidence = Evidence(mine, here)
+        evidence = Evidence(mine, [run for run in runs if not run.accelerator or hardware(run) == name])
         machines.append(Machine(name, mine, weigh_claims(evidence), correct(evidence)))
     statuses = Counter(run.status.replace("_", " ") for run in runs)
     counts = [f"{statuses.pop('done', 0)} of {len(runs)} jobs done"]
     counts += [f"{count} {status}" for status, count in sorted(statuses.items())]
-    sweeps = [read_sweep(folder) for folder in folders if (folder / "jobs.json").is_file()]
-    leads = [lead_of(group, smallest) for group in groups]
-    return Report(sweeps, runs, ", ".join(counts), smallest, leads, machines, groups)
+    sweeps = [read_jobs(folder) for folder in folders if (folder / "jobs.json").is_file()]
+    return Report(sweeps, runs, ", ".join(counts), smallest, [lead_of(group) for group in groups], machines, groups)
+
+
+def plain(report: Report, out: Path) -> dict[str, Any]:
+    leads: list[dict[str, Any]] = [
+        {**_place(lead.group), **_pick(lead, "sentence", "command"), "contrast": _fields(lead.contrast)}
+        | {"point": lead.point.label if lead.point else None}
+        for lead in report.leads
+    ]
+    return {
+        "format": FORMAT,
+        "sweeps": [
+            {"folder": relative(sweep.folder, out), **_pick(sweep, "command", "created", "status")}
+            for sweep in report.sweeps
+        ],
+        "counts": report.counts,
+        "smallest_difference": report.smallest_difference,
+        "lead": leads[0] if leads else None,
+        "leads": leads,
+        "groups": [_plain_group(group) for group in report.groups],
+        "points": [_plain_point(group, point) for group in report.groups for point in group.points],
+        "contrasts": [
+            {**_place(group), "measure": measure, **dataclasses.asdict(contrast)}
+            for group in report.groups
+            for measure, contrasts in group.contrasts.items()
+            for contrast in contrasts
+        ],
+        "claims": [
+            {"hardware": machine.name, **_pick(claim, "number", "text", "figure", "verdict", "reason")}
+            | {"runs": [run.name for run in claim.runs]}
+            for machine in report.machines
+            for claim in machine.claims
+        ],
+        "corrections": [{"hardware": m.name, **dataclasses.asdict(c)} for m in report.machines for c in m.corrections],
+        "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
+        "shared": shared(report.runs),
+        "varied": varied(report.runs),
+        "runs": [row(run, out) for run in report.runs],
+    }
+
+
+def relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out)).as_posix()
+
+
+def row(run: RunRecord, out: Path) -> dict[str, Any]:
+    """One of report.csv. An empty field was not recorded."""
+    return {
+        "run": run.name,
+        "folder": relative(run.folder, out),
+        "reason": run.doubt or run.reason,
+        "compared": run.comparable,
+        "hardware": hardware(run) if run.environment else "",
+        "host": " ".join(run.hosts),
+        **_pick(
+            run, "status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours"
+        ),
+        **{name: run.integer(name) for name in ("world_size", "batch_size", "threads_per_device")},
+        "precision": run.config.get("train.precision"),
+        "batch_size_per_device": run.config.get("data.batch_size_per_device"),
+        "workers": run.config.get("data.workers"),
+        "seed": run.config.get("seed"),
+        "started": run.result.get("started") or run.environment.get("time"),
+        "model": run.result.get("model"),
+        "scaling": "weak" if run.config.get("data.batch_size_per_device") is not None else "strong",
+        "stand_in_for_devices": "threads on CPU" if run.stand_in else "",
+        **{name: run.measure(name) for name in MEASURES},
+        **(run.step_parts or {}),
+        "peak_bytes": " ".join(f"{peak:.0f}" for peak in run.peak_bytes),
+        "val_loss": run.number("val", "loss"),
+        "total_seconds": run.number("seconds", "total"),
+        "flags": "; ".join(run.flags),
+        "overrides": " ".join(run.overrides),
+    }
+
+
+def _plain_group(group: Group) -> dict[str, Any]:
+    named = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+    return {**_pick(group, *named), "points": [point.label for point in group.points]}
+
+
+def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
+    named = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
+    return {
+        **_place(group),
+        **_pick(point, *named),
+        "runs": [run.name for run in point.runs],
+        "over_single": _fields(group.over_single(point)),
+        "efficiency": group.efficiency(point),
+        **{name: _fields(point.measure(name)) for name in MEASURES},
+        "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
+        "parts_ms": {name: _fields(part) for name, part in point.parts.items()},
+    }
+
+
+def _place(group: Group) -> dict[str, Any]:
+    return {"group": group.title, "hardware": group.hardware}
+
+
+def _pick(thing: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
+
+
+def _fields(value: Contrast | Summary | None) -> dict[str, Any] | None:
+    return dataclasses.asdict(value) if value else None

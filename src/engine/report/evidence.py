@@ -14,20 +14,21 @@ from src.engine.report.wording import doubt, listing, times
 @dataclass(frozen=True)
 class Ruling:
     verdict: str
-    figure: str = "—"
+    figure: str = ""
     reason: str = ""
     runs: tuple[RunRecord, ...] = ()  # those the figure comes from
 
 
 @dataclass(frozen=True)
 class Stated:
-    """A contrast in words: where it was measured, what it says, and whether it may."""
+    """A contrast, where it was measured, and what it says about a claim."""
 
     place: str
     group: Group
     a: MeasuredPoint
     b: MeasuredPoint
     contrast: Contrast
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Evidence:
         """What was tested of `strategy` on 2 devices or more over another, from few devices to many."""
         found = [(g, g.named(c.a), g.named(c.b), c) for g in self.groups for c in g.contrasts.get(measure, ())]
         return [
-            Stated(self.place(g, a), g, a, b, c)
+            Stated(self.place(g, a), g, a, b, c, c.verdict)
             for g, a, b, c in found
             if (a.strategy, b.strategy) == (strategy, over) and a.devices > 1 and c.ratio is not None
         ]
@@ -94,33 +95,23 @@ def missing(what: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> Ru
     return Ruling(UNMEASURED, reason=f"no finished run of {what} here; add {remedy}")
 
 
-def weigh(
-    found: Sequence[Stated],
-    what: str,
-    rule: str = "",
-    verdicts: Sequence[str] | None = None,
-    nothing: Ruling | None = None,
-) -> Ruling:
+def weigh(found: Sequence[Stated], what: str, rule: str = "", nothing: Ruling | None = None) -> Ruling:
     """A claim that every contrast must bear out: it fails if one fails, and is undecided if one is.
 
-    `verdicts`: one per contrast, where they are not the contrasts' own; `nothing`: the ruling where there is no contrast.
+    `nothing`: the ruling where there is no contrast.
     """
     if not found:
         return nothing or missing("dp and ddp on the same devices in one block")
-    words = list(zip(found, verdicts or [s.contrast.verdict for s in found], strict=True))
-    runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
-    verdict = next((v for v in (FAILS, UNDECIDED, HOLDS) if v in {word for _, word in words}), UNMEASURED)
+    verdicts = {stated.verdict for stated in found}
+    verdict = next((word for word in (FAILS, UNDECIDED, HOLDS) if word in verdicts), UNMEASURED)
+    deciding = [stated for stated in found if stated.verdict == verdict]
     reason = "most runs were disturbed" if verdict == UNMEASURED else ""
-    if verdict == FAILS and not all(word == FAILS for _, word in words):
-        reason = f"not for {listing(stated.place for stated, word in words if word == FAILS)}"
+    if verdict == FAILS and len(verdicts) > 1:
+        reason = f"not for {listing(stated.place for stated in deciding)}"
     elif verdict == UNDECIDED:
         limit = "the interval holds the limit; more blocks would tell"  # one other than 1
-        open_ones = [(s.place, s.contrast) for s, word in words if word == UNDECIDED]
-        reason = listing(f"{place}: {doubt(c) if c.verdict == UNDECIDED else limit}" for place, c in open_ones)
-    shown = listing(f"{s.place}: {times(s.contrast)} {what}" for s in found)
+        doubts = [doubt(s.contrast) if s.contrast.verdict == UNDECIDED else limit for s in deciding]
+        reason = listing(f"{stated.place}: {words}" for stated, words in zip(deciding, doubts, strict=True))
+    shown = listing(f"{stated.place}: {times(stated.contrast)} {what}" for stated in found)
+    runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
     return Ruling(verdict, shown, "; ".join(filter(None, (rule, reason))), runs)
-
-
-def gib(point: MeasuredPoint) -> str:
-    """Peaks of all devices, first to last."""
-    return ", ".join(f"{summary.median / 2**30:.2f}" for summary in point.peak_bytes)

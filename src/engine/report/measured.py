@@ -9,8 +9,8 @@ from typing import Any
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
 # Measure -> where result.json has it. Times are in seconds, or in milliseconds where their name says so.
-_RECORDED = {name: ("throughput", name) for name in ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed")} | {
-    "seconds_timed": ("throughput", "seconds_timed"),
+_TIMED = ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed", "seconds_timed")
+_RECORDED = {name: ("throughput", name) for name in _TIMED} | {
     "communication_ms": ("communication", "ms_per_step"),
     "exposed_ms": ("communication", "exposed_ms_per_step"),  # not hidden behind the backward pass
     "bytes_per_step": ("communication", "bytes_per_step"),
@@ -58,7 +58,7 @@ class RunRecord:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of the machines it ran on, the first node's first."""
-        return tuple(self._list("hosts", str) or filter(None, [str(self.environment.get("host") or "")]))
+        return tuple(self.entries(str, "hosts") or filter(None, [str(self.environment.get("host") or "")]))
 
     @property
     def commit(self) -> str:
@@ -98,7 +98,7 @@ class RunRecord:
     def flags(self) -> list[str]:
         """Why its figures may be disturbed, one short sentence each."""
         beside = [f"{self.neighbours} other job{'s' * (self.neighbours > 1)} ran beside it"] if self.neighbours else []
-        return beside + self._list("flags", str)
+        return beside + self.entries(str, "flags")
 
     @property
     def step_parts(self) -> dict[str, float] | None:
@@ -109,11 +109,9 @@ class RunRecord:
     @property
     def profiled_parts(self) -> dict[str, float]:
         """Milliseconds of the parts of rank 0's mean step by name, where `train.profile_steps` split it; else empty."""
-        own: dict[str, Any] = next((entry for entry in self._list("profile", dict) if entry.get("rank") == 0), {})
-        parts = own.get("parts")
-        if not isinstance(parts, dict):
-            return {}
-        return {name.removesuffix("_ms"): ms for name, value in parts.items() if (ms := as_number(value)) is not None}
+        parts = next((below(entry, "parts") for entry in self.entries(dict, "profile") if entry.get("rank") == 0), None)
+        known = {name: as_number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
+        return {name.removesuffix("_ms"): value for name, value in known.items() if value is not None}
 
     @property
     def accuracy(self) -> float | None:
@@ -124,7 +122,7 @@ class RunRecord:
     @property
     def memory(self) -> list[dict[str, Any]]:
         """One entry per device, by device."""
-        known = [entry for entry in self._list("memory", dict) if as_number(entry.get("peak_bytes")) is not None]
+        known = [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
         return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
 
     @property
@@ -159,14 +157,9 @@ class RunRecord:
         return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
 
     @property
-    def ranks(self) -> list[dict[str, Any]]:
-        """One entry per rank: rank, host, device, data_ms, compute_ms, step_ms."""
-        return self._list("ranks", dict)
-
-    @property
     def needless_threads(self) -> tuple[int, int] | None:
         """(threads asked for, cores) of a CPU run that wants more threads than there are cores."""
-        cores = as_number((self.environment.get("cpu") or {}).get("cores"))
+        cores = as_number(below(self.environment, "cpu", "cores"))
         threads = self.devices * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
 
@@ -177,14 +170,12 @@ class RunRecord:
 
     def proof(self, key: str) -> Any:
         """What the run counted about itself under `key`; None when it did not."""
-        proof = self.result.get("proof")
-        return proof.get(key) if isinstance(proof, dict) else None
+        return below(self.result, "proof", key)
 
     @property
     def chunk_sizes(self) -> list[int]:
         """Images that dp gave each device; empty where not recorded."""
-        sizes = self.proof("chunk_sizes")
-        return sizes if isinstance(sizes, list) else []
+        return self.entries(int, "proof", "chunk_sizes")
 
     def integer(self, key: str) -> int | None:
         """A count of result.json, None where it is not one."""
@@ -193,17 +184,22 @@ class RunRecord:
 
     def number(self, *keys: str) -> float | None:
         """What stands below `keys` in result.json, None where it is no finite number."""
-        value: Any = self.result
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        return as_number(value)
+        return as_number(below(self.result, *keys))
+
+    def entries(self, kind: type, *keys: str) -> list[Any]:
+        """Those of this kind in the list below `keys` of result.json; none where there is no list."""
+        found = below(self.result, *keys)
+        return [entry for entry in found if isinstance(entry, kind)] if isinstance(found, list) else []
 
     def _asked(self, key: str) -> str:
         return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides).get(key, "")
 
-    def _list(self, key: str, kind: type) -> list[Any]:
-        found = self.result.get(key)
-        return [entry for entry in found if isinstance(entry, kind)] if isinstance(found, list) else []
+
+def below(tree: Any, *keys: str) -> Any:
+    """`tree[key][key]…`; None where a key is missing, or what it is looked up in is no mapping."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def as_number(value: Any) -> float | None:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from src.engine.report.comparison import Group
-from src.engine.report.families import SPEED
+from src.engine.report.decisions import SPEED
 from src.engine.report.measured import STEP_PARTS
-from src.engine.report.statistics import SMALLEST_DIFFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, QUIET = "#010101", "#808080"  # ink becomes the reader's text colour: dark on paper, light in dark mode
-COLOUR = {"single": INK, "dp": "#d55e00", "ddp": "#0080c8"}
-MARKER = {"single": "o", "dp": "s", "ddp": "^"}
+LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}  # mark and colour
+OTHER = ("D", QUIET)
 PARTS = {  # of a step: name, colour, hatch
     "data_ms": ("waits for data", "#e69f00", "//"),
     "compute_ms": ("computes", "#7fb2d9", ""),
@@ -40,14 +39,13 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a $ in a model's name is a $
 }
 CAPTIONS = {
-    "ratios": "Ratios of images/s with their intervals. Grey bars: true ratios that fewer than 80 of 100 such sweeps would "
-    "tell from 1. Shaded from 1: differences too small to be of interest.",
-    "speed": "Images/s against devices: every run a mark, lines through medians.",
-    "step": "What a mean step of rank 0 is made of; the parts add up to it.",
-    "memory": "Peak memory of every device, the first one hatched; lines from smallest to largest.",
-    "order": "Each run's speed over its point's median, in run order: drift shows as a slope.",
+    "ratios": "Ratios of images/s with their intervals. Within a grey bar: true ratios that fewer than 80 of 100 such sweeps "
+    "would tell from 1. Shaded, right of 1: differences too small to be of interest.",
+    "speed": "Images/s against devices: a mark for every run, lines through the medians.",
+    "step": "What a mean step of rank 0 is made of.",
+    "memory": "Peak memory of every device, device 0 hatched: bars are medians, lines reach from the smallest to the largest.",
+    "order": "Each run's speed over its point's median, in the order of the runs: drift shows as a slope.",
 }
-_NOTHING = pd.DataFrame(columns=["point"])
 MOST_POINTS, MOST_LINES = 24, 8  # in one plot, the fastest of them; the tables and the data files have them all
 
 
@@ -63,13 +61,13 @@ def draw(group: Group) -> list[Plot]:
     """Every plot that this group has figures for, and that would show something."""
     fastest = sorted(group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True)
     shown = [point.label for point in fastest[:MOST_POINTS]]
-    runs = _runs(group)
+    runs = group.speeds
     plots: dict[str, tuple[pd.DataFrame, Callable[[Axes, pd.DataFrame], None]]] = {
         "ratios": (_ratios(group), _paint_ratios),
-        "speed": (runs if runs["point"].nunique() > 1 else _NOTHING, _paint_speeds),
+        "speed": (runs if runs["point"].nunique() > 1 else runs[:0], _paint_speeds),
         "step": (_steps(group), _paint_steps),
         "memory": (_memory(group), _paint_memory),
-        "order": (runs if runs["point"].duplicated().any() else _NOTHING, _paint_order),
+        "order": (runs if runs["point"].duplicated().any() else runs[:0], _paint_order),
     }
     drawn = []
     for name, (frame, paint) in plots.items():
@@ -105,40 +103,25 @@ def _svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt:
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
     known = [contrast for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
-    return pd.DataFrame([[getattr(contrast, name) for name in columns] for contrast in known], columns=columns)
+    found = pd.DataFrame([[getattr(contrast, name) for name in columns] for contrast in known], columns=columns)
+    return found.assign(of_interest=group.smallest_difference)
 
 
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axvline(1, color=QUIET, linewidth=0.8)
-    axes.axvspan(1, 1 + SMALLEST_DIFFERENCE, color=QUIET, alpha=0.25, linewidth=0)
+    axes.axvspan(1, 1 + frame["of_interest"].iloc[0], color=QUIET, alpha=0.25, linewidth=0)
+    end = 4 * max(1, frame["ratio"].max())  # an interval that reaches further leaves the picture
     for place, row in enumerate(frame.itertuples()):
-        least, strategy = row.detectable, str(row.a).split(" ")[0]
+        least, reach = min(row.detectable, end), [[row.ratio - row.low], [min(row.high, end) - row.ratio]]
         axes.plot([1 / (1 + least), 1 + least], [place, place], color=QUIET, alpha=0.45, linewidth=6, zorder=1)
-        looks: dict[str, Any] = {
-            "color": COLOUR.get(strategy, INK),
-            "marker": MARKER.get(strategy, "D"),
-            "markersize": 5,
-            "linewidth": 1.2,
-        }
-        axes.errorbar(row.ratio, place, xerr=[[row.ratio - row.low], [row.high - row.ratio]], capsize=3, **looks)
+        marker, colour = LOOKS.get(str(row.a).split(" ")[0], OTHER)
+        axes.errorbar(row.ratio, place, None, reach, marker, color=colour, capsize=3, markersize=5, linewidth=1.2)
     axes.set_yticks(range(len(frame)), frame["a"] + " over " + frame["b"])
     axes.invert_yaxis()
     axes.margins(y=0.5 / len(frame))
+    left, right = axes.get_xlim()
+    axes.set_xlim(max(left, 0), min(right, end))
     axes.set_xlabel("ratio of images/s")
-
-
-def _runs(group: Group) -> pd.DataFrame:
-    """Every run with a speed, in run order; `relative` is over its point's median."""
-    found = [
-        {"point": point.label, "run": run.name, "sweep": run.sweep, "position": run.position, "block": run.block}
-        | {"strategy": point.strategy, "devices": point.devices, "series": f"{point.strategy}{point.suffix}"}
-        | {"images_per_sec": own, "relative": own / speed.median, "flagged": bool(run.flags)}
-        for point in group.points
-        if (speed := point.speed)
-        for run in point.runs
-        if (own := run.measure(SPEED)) is not None
-    ]
-    return pd.DataFrame(found).sort_values(["sweep", "position"], ignore_index=True) if found else _NOTHING
 
 
 def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
@@ -151,10 +134,10 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     best = frame.groupby("series")[SPEED].median().nlargest(MOST_LINES - 1).index
     kept = frame[frame["series"].isin(["single", *best])]
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
-        marker, looks = _looks(runs)
+        marker, colour = LOOKS.get(runs["strategy"].iloc[0], OTHER)
         middle = runs.groupby("devices")[SPEED].median()
-        axes.plot(middle.index, middle, ("-", "--", "-.", ":")[number % 4], linewidth=1.2, label=name, **looks)
-        axes.plot(runs["devices"], runs[SPEED], marker, markersize=4.5, alpha=0.75, **looks)
+        axes.plot(middle.index, middle, ("-", "--", "-.", ":")[number % 4], color=colour, linewidth=1.2, label=name)
+        axes.plot(runs["devices"], runs[SPEED], marker, color=colour, markersize=4.5, alpha=0.75)
     _ring(axes, kept[kept["flagged"]].set_index("devices")[SPEED])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlim=(0.8, most + 0.2), xlabel="devices", ylabel="images/s")
@@ -162,7 +145,7 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
 
 
 def _steps(group: Group) -> pd.DataFrame:
-    told = [(point, parts) for point in group.points for run in point.runs if (parts := run.step_parts)]
+    told = [(point, parts) for point in group.points for run in point.repeats if (parts := run.step_parts)]
     found = [{"point": point.label, **parts} for point, parts in told if not point.stand_in]
     return pd.DataFrame(found, columns=["point", *STEP_PARTS]).groupby("point", sort=False, as_index=False).mean()
 
@@ -188,14 +171,12 @@ def _memory(group: Group) -> pd.DataFrame:
 
 
 def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
+    looks: dict[str, Any] = {"edgecolor": "white", "alpha": 0.85, "error_kw": {"elinewidth": 0.8, "ecolor": QUIET}}
     for place, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
-        width = 0.8 / len(peaks)
-        places, reach = (
-            place - 0.4 + width * (peaks["device"] + 0.5),
-            (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"]),
-        )
-        lines: dict[str, Any] = {"yerr": reach, "error_kw": {"elinewidth": 0.8, "ecolor": QUIET}}
-        bars = axes.bar(places, peaks["gib"], width, edgecolor="white", alpha=0.85, **_looks(peaks)[1], **lines)
+        width, (_, colour) = 0.8 / len(peaks), LOOKS.get(peaks["strategy"].iloc[0], OTHER)
+        places = place - 0.4 + width * (peaks["device"] + 0.5)
+        reach = (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"])
+        bars = axes.bar(places, peaks["gib"], width, yerr=reach, color=colour, **looks)
         bars.patches[0].set_hatch("///")
     _name_bars(axes, list(frame["point"].unique()), "peak, GiB per device")
 
@@ -203,23 +184,16 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
 def _paint_order(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axhline(1, color=QUIET, linewidth=0.8)
     for strategy, runs in frame.groupby("strategy", sort=False):
-        marker, looks = _looks(runs)
-        axes.plot(runs.index + 1, runs["relative"], marker, markersize=4.5, label=strategy, **looks)
+        marker, colour = LOOKS.get(str(strategy), OTHER)
+        axes.plot(runs.index + 1, runs["relative"], marker, color=colour, markersize=4.5, label=strategy)
     _ring(axes, frame.set_index(frame.index + 1)[frame["flagged"].to_numpy()]["relative"])
     axes.set_ylim(min(0.9, frame["relative"].min() - 0.02), max(1.1, frame["relative"].max() + 0.02))
     axes.set(xlabel="run, in the order they ran", ylabel="images/s over its point's median")
 
 
-def _looks(runs: pd.DataFrame) -> tuple[str, dict[str, Any]]:
-    """Mark and colour of the strategy that these runs have in common."""
-    strategy = str(runs["strategy"].iloc[0])
-    return MARKER.get(strategy, "D"), {"color": COLOUR.get(strategy, QUIET)}
-
-
 def _ring(axes: Axes, flagged: pd.Series[Any]) -> None:
     if len(flagged):
-        looks: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredgecolor": QUIET}
-        axes.plot(flagged.index, flagged, "o", label="flagged", **looks)
+        axes.plot(flagged.index, flagged, "o", color=QUIET, markersize=10, markerfacecolor="none", label="flagged")
 
 
 def _name_bars(axes: Axes, names: list[str], height: str) -> None:

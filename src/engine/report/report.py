@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import jinja2
 import pandas as pd
 
 from src.engine.machine.files import write_json, write_text
-from src.engine.report import tables
+from src.engine.report import plots, tables
 from src.engine.report.collect import collect
 from src.engine.report.comparison import Group
-from src.engine.report.contents import Report, compare
+from src.engine.report.contents import Report, compare, plain, relative, row
 from src.engine.report.measured import RunRecord
-from src.engine.report.plain import plain, relative, row
 from src.engine.report.wording import percent
-
-if TYPE_CHECKING:
-    from src.engine.report.plots import Plot
 
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
 MOST_GROUPS_PLOTTED = 10
@@ -39,17 +35,15 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     out = (out or sweep_folders[0]).resolve()
     report = compare(runs, sweep_folders)
     write_json(out / "report.json", plain(report, out))
-    rows = pd.DataFrame([row(run, out) for run in runs])
+    rows = pd.DataFrame([row(run, out) for run in runs], dtype=object)  # else a count is 2.0 where one run has none
     write_text(out / "report.csv", rows.to_csv(index=False, lineterminator="\n"))
-    plots = _draw(report.groups, out / PLOTS)
+    drawn = _draw(report.groups, out / PLOTS)
     for kind in ("md", "html"):
-        write_text(out / f"report.{kind}", _render(kind, report, plots, out))
+        write_text(out / f"report.{kind}", _render(kind, report, drawn, out))
     return out / "report.html"
 
 
-def _render(kind: str, report: Report, plots: dict[Group, list[Plot]], out: Path) -> str:
-    import jinja2
-
+def _render(kind: str, report: Report, drawn: dict[Group, list[plots.Plot]], out: Path) -> str:
     def href(run: RunRecord) -> str:
         return quote(relative(run.folder / "result.json" if run.result else run.folder, out))
 
@@ -61,27 +55,25 @@ def _render(kind: str, report: Report, plots: dict[Group, list[Plot]], out: Path
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(tables=tables, href=href, report=report, plots=plots)
+    environment.globals.update(tables=tables, href=href, report=report, plots=drawn)
     environment.globals.update(groups=report.groups[:MOST_GROUPS_SHOWN], smallest=percent(report.smallest_difference))
     return environment.get_template(f"report.{kind}.j2").render()
 
 
-def _draw(groups: Sequence[Group], folder: Path) -> dict[Group, list[Plot]]:
+def _draw(groups: Sequence[Group], folder: Path) -> dict[Group, list[plots.Plot]]:
     """Plots of the first groups, as many as keep report.html small; each is also a file, its data beside it."""
-    from src.engine.report.plots import draw
-
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
-    plots: dict[Group, list[Plot]] = {}
+    drawn: dict[Group, list[plots.Plot]] = {}
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        plots[group] = draw(group)
-        if sum(len(plot.svg) for drawn in plots.values() for plot in drawn) > MOST_PLOT_BYTES:
-            del plots[group]
+        drawn[group] = plots.draw(group)
+        if sum(len(plot.svg) for of_group in drawn.values() for plot in of_group) > MOST_PLOT_BYTES:
+            del drawn[group]
             break
-        for plot in plots[group]:
+        for plot in drawn[group]:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
             write_text(folder / f"{number}_{plot.name}.csv", plot.data.to_csv(index=False, lineterminator="\n"))
-    return plots
+    return drawn
 
 
 def _markdown(text: object) -> str:

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from src.engine.report.measured import RunRecord
+from src.engine.report.measured import RunRecord, below
 
 
 def hardware(run: RunRecord) -> str:
     """What must be equal for two runs to be compared: devices, processor, driver, and the versions of torch and CUDA."""
-    cpu = run.environment.get("cpu") or {}
-    processor = f"{cpu.get('model') or 'unknown processor'}, {cpu.get('cores') or '?'} cores"
-    devices = run.environment.get("devices") or []
-    # Names only, no count: a run may have been shown only some of the machine's devices.
-    names = sorted({str(device.get("name", "")) for device in devices if isinstance(device, dict)})
-    torch = f"torch {(run.environment.get('libraries') or {}).get('torch') or '—'}"
+    model, cores = (below(run.environment, "cpu", key) for key in ("model", "cores"))
+    processor = f"{model or 'unknown processor'}, {cores or '?'} cores"
+    torch = f"torch {below(run.environment, 'libraries', 'torch') or '—'}"
     if run.accelerator != "cuda":
         return f"{'Apple GPU' if run.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
+    # Names only, no count: a run may have been shown only some of the machine's devices.
+    devices = run.environment.get("devices")
+    names = sorted({str(below(device, "name") or "") for device in devices} if isinstance(devices, list) else ())
     versions = [f"{name} {value}" for name in ("CUDA", "driver") if (value := run.environment.get(name.lower()))]
     return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
-
-
-def machine(name: str) -> str:
-    """Devices and processor of what `hardware` returned, without the versions, which an upgrade changes."""
-    return name.partition("; torch ")[0]
 
 
 def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:

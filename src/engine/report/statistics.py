@@ -68,9 +68,10 @@ class Contrast:
 
     def exceeds(self, limit: float) -> str:
         """The verdict on "a is at least `limit` times b"; none where the contrast itself is given none."""
+        if self.verdict == UNMEASURED:
+            return UNMEASURED
         low, high = self.interval
-        silent = self.verdict == UNMEASURED
-        return UNMEASURED if silent else HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
+        return HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
 
 
 def contrasts(
@@ -144,12 +145,12 @@ def _contrast(e: Estimate, level: float, smallest: float) -> Contrast:
     ratio = math.exp(e.difference)
     if not e.freedom:
         return Contrast(e.a, e.b, ratio, None, None, e.n, UNDECIDED)
-    reach = float(stdtrit(e.freedom, 1 - level / 2)) * e.error
-    low, high = math.exp(e.difference - reach), math.exp(e.difference + reach)
-    detectable = math.expm1(reach + float(stdtrit(e.freedom, POWER)) * e.error)
+    reach, power = (float(stdtrit(e.freedom, share)) * e.error for share in (1 - level / 2, POWER))
+    with np.errstate(over="ignore"):  # with one degree of freedom and a large family t reaches beyond all floats
+        low, high, detectable = np.exp([e.difference - reach, e.difference + reach, reach + power]) - (0, 0, 1)
     verdict = FAILS if high < 1 + smallest else HOLDS if low > 1 else UNDECIDED
     needed = _blocks_needed(e, level, smallest) if verdict == UNDECIDED else None
-    return Contrast(e.a, e.b, ratio, low, high, e.n, verdict, detectable, needed)
+    return Contrast(e.a, e.b, ratio, float(low), float(high), e.n, verdict, float(detectable), needed)
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
@@ -184,10 +185,10 @@ def choose(
         return None
     to_first = {e.a: e.difference for e in estimate(rows, [(name, names[0]) for name in names])}
     best = max(names, key=lambda name: -math.inf if (found := to_first[name]) is None else found)
-    for simpler in names[: names.index(best)]:
-        [found] = contrasts(rows, [(simpler, best)], smallest_difference)
+    for to_best in estimate(rows, [(name, best) for name in names[: names.index(best)]]):
+        [found] = decide([to_best], smallest_difference)
         if found.exceeds(1 - smallest_difference) == HOLDS:
-            return simpler, found
+            return found.a, found
     return best, None
 
 

@@ -105,7 +105,7 @@ def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
     """Of `sweep.repeats=auto`, all blocks recorded: whether an interval that the report states is wider than `precision`."""
     from src.engine.report.collect import collect  # takes a while to import, and only this needs it
     from src.engine.report.comparison import group_runs
-    from src.engine.report.families import SPEED, with_contrasts
+    from src.engine.report.decisions import SPEED, with_contrasts
 
     if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
         return False

@@ -1,0 +1,163 @@
+"""What a report states: which points are compared with which, decided together, and the first sentence about a group."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from src.engine.report.comparison import Group, MeasuredPoint
+from src.engine.report.measured import RunRecord
+from src.engine.report.statistics import (
+    HOLDS,
+    LEVEL,
+    SMALLEST_DIFFERENCE,
+    UNMEASURED,
+    Contrast,
+    choose,
+    decide,
+    estimate,
+)
+from src.engine.report.wording import doubt, listing, percent, times, with_range
+from src.schema import TrainConfig
+
+SPEED = "images_per_sec"
+# Compared between ddp and dp only. Speed is what a sweep is for and has LEVEL; these share a fifth of it, so that a page on
+# which nothing differs says something wrong in 6 % of cases at most.
+OTHERS = ("first_step_seconds", "cpu_seconds", "busy")
+OTHERS_LEVEL = LEVEL / 5
+
+Pairs = list[tuple[MeasuredPoint, MeasuredPoint]]
+
+
+def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
+    """(point, block, value) of every run whose `measure` may be compared.
+
+    A block belongs to one sweep and one host. Left out are runs beside other jobs; of dp over CPU threads only the time
+    to the first step may be compared.
+    """
+    return [
+        (point.label, (run.sweep, run.block, run.hosts[:1]), value)
+        for point in group.points
+        for run in point.repeats
+        if not run.neighbours and (measure == "first_step_seconds" or not run.stand_in)
+        if (value := run.measure(measure)) is not None
+    ]
+
+
+def pairs_of_speed(group: Group) -> Pairs:
+    """Each point against single on one device, and ddp against dp on the same devices. Never all pairs."""
+    single = group.single
+    pairs = [(point, single) for point in group.points if single and point is not single] + ddp_over_dp(group)
+    return [(a, b) for a, b in pairs if a.speed and b.speed]
+
+
+def ddp_over_dp(group: Group) -> Pairs:
+    found = [(point, group.at("dp", point.devices)) for point in group.points if point.strategy == "ddp"]
+    return [(ddp, dp) for ddp, dp in found if dp and dp.devices > 1]
+
+
+def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[Group]:
+    """The groups of a page with the contrasts of each measure, decided as one family over all of them.
+
+    A group most of whose runs were flagged keeps its ratios and is given no verdict.
+    """
+    families: dict[str, tuple[Callable[[Group], Pairs], float]] = {SPEED: (pairs_of_speed, LEVEL)}
+    families |= dict.fromkeys(OTHERS, (ddp_over_dp, OTHERS_LEVEL / len(OTHERS)))
+    found: list[dict[str, list[Contrast]]] = [{} for _ in groups]
+    for measure, (pairs, level) in families.items():
+        labels = [[(a.label, b.label) for a, b in pairs(group)] for group in groups]
+        estimates = [estimate(rows(group, measure), own) for group, own in zip(groups, labels, strict=True)]
+        decided = iter(decide([e for own in estimates for e in own], smallest_difference, level))
+        for group, own, contrasts in zip(groups, estimates, found, strict=True):
+            contrasts[measure] = [
+                replace(contrast, verdict=UNMEASURED, blocks_needed=None) if group.disturbed else contrast
+                for contrast in islice(decided, len(own))
+            ]
+    return [
+        replace(group, contrasts=contrasts, smallest_difference=smallest_difference)
+        for group, contrasts in zip(groups, found, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What to use for one group, with the ratio it rests on; no point and no command where the figures cannot tell."""
+
+    group: Group
+    sentence: str
+    command: str = ""
+    point: MeasuredPoint | None = None
+    contrast: Contrast | None = None
+
+
+def lead_of(group: Group) -> Lead:
+    if group.disturbed:
+        flags = [run.flags for run in group.runs if run.flags]
+        [(why, _)] = Counter(flag for of_run in flags for flag in of_run).most_common(1)
+        return Lead(
+            group,
+            f"No verdict: {len(flags)} of {len(group.runs)} runs were disturbed ({why}). "
+            "The figures below are what was measured; run the sweep again on a quiet machine.",
+        )
+    # Points come by strategy: the sort, which is stable, puts fewer devices first and keeps single before dp before ddp.
+    simplest_first = sorted(group.points, key=lambda point: (point.nodes, point.devices))
+    measured, labels = rows(group, SPEED), [point.label for point in simplest_first]
+    chosen = choose(measured, labels, group.smallest_difference)
+    if chosen is None:
+        return Lead(group, "No finished run here has images/s that can be compared yet.")
+    point, contrast = group.named(chosen[0]), chosen[1]
+    if contrast is None:
+        contrast, sentence = _against_single(group, point)
+    else:
+        sentence = (
+            f"{spoken(point)} is the simplest that is at most {percent(group.smallest_difference)} slower than the highest "
+            f"estimate: it trains {times(contrast)} as fast as {spoken(group.named(contrast.b))}."
+        )
+    to_lead = estimate(measured, [(label, point.label) for label in labels])
+    apart = listing(found.a for found in to_lead if found.n and found.difference is None)
+    if apart and contrast is None:
+        return Lead(group, f"No verdict: no block has run {spoken(point)} on one host with any of these: {apart}.")
+    sentence += f" Not compared, for want of a common block: {apart}." if apart else ""
+    return Lead(group, sentence, command(point.runs[0]), point, contrast)
+
+
+def _against_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
+    """(what the lead rests on, None where there is nothing to hold it against; the lead in words)."""
+    assert point.speed is not None
+    if point is group.single:
+        against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
+        next_one = max(against, key=lambda c: c.ratio or 0, default=None)
+        if next_one is None:
+            return None, f"{spoken(point)}: {with_range(point.speed)} images/s. Nothing else was measured beside it."
+        other = spoken(group.named(next_one.a))
+        return next_one, f"Stay with {spoken(point)}: {other} trains {times(next_one)} as fast."
+    contrast = group.over_single(point)
+    if contrast is None or contrast.ratio is None:
+        return None, (
+            f"{spoken(point)} has the highest estimate, {with_range(point.speed)} images/s. A run of parallel=single "
+            "parallel.devices=1 in each block would tell how many times as fast as one device that is."
+        )
+    sentence = f"{spoken(point)} trains {times(contrast)} as fast as single."
+    return contrast, sentence if contrast.verdict == HOLDS else f"{sentence} That it is faster is {doubt(contrast)}."
+
+
+def spoken(point: MeasuredPoint) -> str:
+    on = f"{point.devices} device{'s' * (point.devices != 1)}" + (f" of {point.nodes} nodes" if point.nodes > 1 else "")
+    return f"{point.strategy} on {on}" + (f" with {point.options}" if point.options else "")
+
+
+def command(run: RunRecord) -> str:
+    """The command that trains as this run did, from the project's root, without the cuts of a benchmark."""
+    uncut: dict[str, object] = {}
+    if run.config.get("train.max_steps") is not None:  # it ended before its epochs did: these too were the benchmark's
+        own = TrainConfig()
+        uncut = {"train.max_steps": "null", "train.epochs": own.epochs, "train.evaluate_every": own.evaluate_every}
+    words = ["--config-path", str(run.folder), "--config-name", "config"]
+    if run.overrides:
+        keys = [(override.lstrip("+~").partition("=")[0], override) for override in run.overrides]
+        kept = [(key, o) for key, o in keys if not key.startswith(("hydra.", "hydra/", "sweep."))]
+        words = [o for key, o in kept if key not in ("debug", "print_config", *uncut)]
+    return shlex.join(["python", "train.py", *words, *(f"{key}={value}" for key, value in uncut.items())])
