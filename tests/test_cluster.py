@@ -250,6 +250,67 @@ def test_slurm_s_memory_in_kubernetes_words() -> None:
     assert [_bytes(word) for word in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
+def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scontrol shows each task in a line; those that have ended are soon left out, and at times it does not answer."""
+    running, done, failed = "JobId=8 JobState=RUNNING ExitCode=0:0", "JobState=COMPLETED ExitCode=0:0", "ExitCode=3:0"
+    looks: list[str | None] = [
+        f"{running}\nJobId=7 {done}",
+        None,
+        f"JobId=8 JobState=FAILED {failed}\nJobId=7 JobState=PREEMPTED ExitCode=0:15\nJobId=9 {running[8:]}",
+        f"JobId=9 {done}",
+    ]
+
+    def scontrol(*words: str) -> str:
+        assert words[:3] == ("show", "job", "7")
+        said = looks.pop(0)
+        if said is None:
+            raise ValueError("Unable to contact slurm controller")
+        return said
+
+    monkeypatch.setattr(slurm, "_scontrol", scontrol)
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    assert slurm.wait_for("7") == 128 + 15
+    assert looks == []
+    looks += [None, None]
+    monkeypatch.setattr(slurm, "PATIENCE_SECONDS", -1)
+    with pytest.raises(ValueError, match="Unable to contact"):
+        slurm.wait_for("7")
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "queued"),
+    [
+        ("7 debug RUNNING", 0, "7"),
+        ("", 0, None),
+        ("slurm_load_jobs error: Invalid job id specified", 1, None),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, ValueError),
+    ],
+)
+def test_a_folder_whose_job_may_be_in_the_queue_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, queued: Any
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '{said}' {'>&2' if code else ''}\nexit {code}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / slurm.JOB_ID).write_text("7\n")
+    if queued is ValueError:
+        with pytest.raises(ValueError, match="belongs to job 7, and squeue cannot tell"):
+            slurm.queued_job(tmp_path)
+    else:
+        assert slurm.queued_job(tmp_path) == queued
+
+
+def test_a_folder_of_several_lines_is_no_place_for_a_manifest(tmp_path: Path) -> None:
+    """Its path stands in a comment: what comes after the first line would be YAML."""
+    folder = tmp_path / "run\nkind: Pod"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(ValueError, match="one line"):
+        write_manifest(job("kubernetes", image="x", claim="y"), folder)
+    assert not (folder / "job.yaml").exists()
+
+
 def test_the_first_node_must_have_an_address_that_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.engine.machine.files import claim_folder, write_json, write_text
+from src.engine.record import environment
 from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
+from src.schema import Config
+
+
+@pytest.mark.parametrize(("said", "dirty"), [(None, None), ("", False), (" M train.py", True)])
+def test_changes_that_git_cannot_tell_of_are_unknown(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, dirty: bool | None
+) -> None:
+    monkeypatch.setattr(environment, "_output", lambda *command: said)
+    assert environment.environment_facts(Config())["dirty"] is dirty
 
 
 def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import resolved, tiny
 from hydra._internal.utils import get_args_parser
 
-from src.engine.launch.job import hand_over
+from src.engine.launch.job import run_job
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import Result, write_result
 from src.engine.sweep import submitted
@@ -66,7 +66,7 @@ def trial(folder: Path, config: object = None) -> Submitted:
     """A trial as a search that has just been started sees it; `config` is frozen into its folder."""
     if config is not None:
         folder.mkdir()
-        hand_over(config, folder)  # type: ignore[arg-type]
+        run_job(config, folder)  # type: ignore[arg-type]
     return Submitted(Job(0, "", ".", []), folder, None, SlurmQueue(ClusterConfig(setup="module load cuda")))
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,32 @@ def test_of_many_that_want_it_at_once_one_gets_it(tmp_path: Path) -> None:
         process.join()
     assert 1 <= said.count("mine") <= 8
     assert all(line == "mine" or "in use by" in line for line in said)
+
+
+def test_whoever_asks_who_owns_a_folder_is_in_nobody_s_way(tmp_path: Path) -> None:
+    """resume=auto looks at all folders of a task, while other jobs take theirs."""
+    asked, leave = threading.Event(), threading.Timer(0.05, lambda: None)
+
+    def ask() -> None:
+        with own(tmp_path):  # as is_owned does, for a moment
+            asked.set()
+            leave.start()
+            leave.join()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asked.wait(10)
+    with own(tmp_path):
+        pass
+    asking.join()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_and_auto_passes_it_over(tmp_path: Path) -> None:
+    """Another person's, say; a folder in the lock's place stands for it, because root may write everywhere."""
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ValueError, match="cannot be written to"), own(tmp_path):
+        pass
+    assert is_owned(tmp_path)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from src.engine.launch.supervisor import Ended, run_ranks
 from src.engine.machine.lock import own
 from src.engine.machine.process import SAFE_PATH
 from src.engine.record.environment import write_environment
-from src.engine.record.result import Result, read_result, write_result
+from src.engine.record.result import Result, read_status, write_result
 from src.schema import ResolvedConfig
 
 
@@ -25,19 +26,15 @@ def job_command(folder: Path) -> list[str]:
 
 
 def run_job(config: ResolvedConfig, folder: Path) -> int:
-    """Run a resolved config in processes of its own, or write what a scheduler needs to; `folder` holds everything
-    it leaves. Returns the exit code."""
+    """Run a resolved config in processes of its own, or write the file by which a scheduler does. Returns the exit code.
+
+    `folder` holds everything that it leaves.
+    """
     if config.cluster.scheduler != "local":
-        return hand_over(config, folder)
+        freeze(config, folder)
+        return (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
     prepare(config, folder)
-    ended = run_ranks(config, folder)
-    return conclude(config, folder, ended)
-
-
-def hand_over(config: ResolvedConfig, folder: Path) -> int:
-    """The frozen folder, and the file of the job that runs it. Returns the exit code."""
-    freeze(config, folder)
-    return (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
+    return conclude(config, folder, run_ranks(config, folder))
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
@@ -51,14 +48,14 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
 def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
     """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
     console = console or sys.stderr
-    result = _own_result(folder)
-    if result is not None and result.status == "done" and not ended.exit_codes:
+    if read_status(folder) == "done" and not ended.exit_codes:
         return 0
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
         record_end(config, folder, "interrupted", f"stopped by {name}")
         saved = any((folder / "checkpoints").glob("*.pt"))
-        print(f"Stopped by {name}. " + (f"Go on with: python train.py resume={folder}" if saved else ""), file=console)
+        again = f"Go on with: python train.py {shlex.quote(f'resume={folder}')}" if saved else ""
+        print(f"Stopped by {name}. {again}", file=console)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
     record_end(config, folder, failure.get("status", "failed"), failure["reason"], failure)
@@ -66,16 +63,10 @@ def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO
     return int(failure.get("exit_code", 1))
 
 
-def _own_result(folder: Path) -> Result | None:
-    try:
-        return read_result(folder)
-    except ValueError:
-        return None
-
-
 def record_end(
     config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
 ) -> None:
+    """Write the result.json of a run that has not been able to."""
     parallel = config.parallel
     write_result(
         folder,

@@ -7,12 +7,12 @@ name that the others find. A run that has lost a pod ends; the Job starts all of
 from __future__ import annotations
 
 import re
-import shlex
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from src.engine.launch.slurm import quoted
 from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Place
 from src.schema import Config
@@ -32,10 +32,11 @@ def write_manifest(config: Config, folder: Path) -> int:
     documents = manifest(config, folder, (folder / "config.yaml").read_text(encoding="utf-8"))
     body = "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
     name = documents[-1]["metadata"]["name"]
-    path = shlex.quote(str(folder / MANIFEST))
+    path = quoted(folder / MANIFEST)
     write_text(folder / MANIFEST, f"# kubectl apply -f {path}\n{body}")
     print(f"Apply with:  kubectl apply -f {path}")
-    print(f"Its log:     kubectl logs --follow job/{name}" + _in_namespace(config))
+    namespace = "" if config.cluster.namespace is None else f" --namespace {config.cluster.namespace}"
+    print(f"Its log:     kubectl logs --follow job/{name}{namespace}")
     return 0
 
 
@@ -110,17 +111,14 @@ def place_of_pod(environment: Mapping[str, str]) -> Place:
     node, nodes = int(environment["JOB_COMPLETION_INDEX"]), int(environment["CLUSTER_NODES"])
     if nodes == 1:
         return Place()
-    if node > 0:
-        return Place(node, nodes, environment["CLUSTER_ADDRESS"], PORT)
-    return Place(
-        node, nodes, socket.gethostbyname(socket.gethostname()), PORT
-    )  # its own entry in /etc/hosts: the pod's
+    own = socket.gethostbyname(socket.gethostname())  # the pod's entry in its /etc/hosts
+    return Place(node, nodes, environment["CLUSTER_ADDRESS"] if node > 0 else own, PORT)
 
 
 def _name(config: Config, folder: Path) -> str:
     """A DNS label of the task and the run folder, so that two runs of a task differ."""
-    words = f"{config.task_name}-{folder.parent.name}-{folder.name}".lower()
-    label = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    full = f"{config.task_name}-{folder.parent.name}-{folder.name}".lower()
+    label = re.sub(r"[^a-z0-9]+", "-", full).strip("-")
     return re.sub(r"^(?=\d)", "run-", label[-45:].strip("-"))
 
 
@@ -137,7 +135,3 @@ def _seconds(time: str) -> int:
         parts = (parts + [0, 0])[:3]
     hours, minutes, seconds = [0] * (3 - len(parts)) + parts
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-
-
-def _in_namespace(config: Config) -> str:
-    return "" if config.cluster.namespace is None else f" --namespace {config.cluster.namespace}"

@@ -17,7 +17,7 @@ from src.engine.config.compose import CONF, read_frozen
 from src.engine.launch.slurm import queued_job
 from src.engine.machine.lock import is_owned
 from src.engine.machine.secrets import hide, mask
-from src.engine.record.result import read_result
+from src.engine.record.result import read_status
 from src.schema import Config, ResolvedConfig, TrainConfig, leaves
 
 # What makes it the same training; strategy, devices and length may change.
@@ -72,7 +72,7 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
     runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
     for folder in (path.parent.parent for path in runs):
         try:
-            if _is_done(folder) or is_owned(folder) or queued_job(folder):
+            if read_status(folder) == "done" or is_owned(folder) or queued_job(folder):
                 continue
             other = _first_difference(config, folder)
             if other is None:
@@ -98,7 +98,7 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
             f"{changed[0]}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
         )
     frozen = read_frozen(folder)
-    if _is_done(folder) and not _is_longer(config.train, frozen.train):
+    if read_status(folder) == "done" and not _is_longer(config.train, frozen.train):
         raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
     before = dict(_settings(frozen))
     for key, value in _settings(config):
@@ -146,10 +146,3 @@ def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:
     """True if any of the three keys that end a training ends it later."""
     pairs = ((train.max_steps, before.max_steps), (train.early_stop, before.early_stop))
     return train.epochs > before.epochs or any((new or math.inf) > (old or math.inf) for new, old in pairs)
-
-
-def _is_done(folder: Path) -> bool:
-    try:
-        return read_result(folder).status == "done"
-    except ValueError:
-        return False

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from src.engine.config.compose import ROOT
@@ -25,6 +26,19 @@ SCRIPT, JOB_ID = "job.sbatch", "job.id"
 WARNED = 128 + 10  # exit code of a run that USR1 has stopped, on the nodes' Linux; this may be another system
 NODE_LOST = 75  # exit code of a run that has lost a node: EX_TEMPFAIL of sysexits.h, try again
 ALL_LEAVE = 120  # seconds for all nodes to end after the first has: longer than a save
+PATIENCE_SECONDS = 60.0  # with a controller that does not answer
+# The states that a job does not leave.
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "PREEMPTED",
+    "BOOT_FAIL",
+)
 FIRST_PORT, PORTS = 20000, 12000  # below those that Linux gives to outgoing connections (32768 and above)
 
 
@@ -82,7 +96,11 @@ def queued_job(folder: Path) -> str | None:
         return None
     job = (folder / JOB_ID).read_text(encoding="utf-8").strip()
     done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
-    return job if done.returncode == 0 and done.stdout.strip() else None
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:  # that is one which Slurm has forgotten
+        raise ValueError(
+            f"{folder}: belongs to job {job}, and squeue cannot tell its state: {' '.join(done.stderr.split())}"
+        )
+    return job if done.stdout.strip() else None
 
 
 def jobs_in_queue() -> dict[str, str]:
@@ -106,7 +124,7 @@ def cancel(job: str) -> None:
 def state_of(job: str) -> str:
     """As `scontrol show job` names it; empty once Slurm has forgotten the job, minutes after its end."""
     try:
-        return _facts(job)["JobState"]
+        return _facts("job", job)[0]["JobState"]
     except ValueError:
         return ""
 
@@ -133,7 +151,7 @@ def script_of(
     `array`: as sbatch takes it, with `%a` for the task in the name of the `log`. `after` runs when it is not requeued.
     """
     cluster = config.cluster
-    place, name = str(log.parent).replace("%", "%%"), log.name  # Slurm reads % as the beginning of a pattern
+    log_folder, log_name = str(log.parent).replace("%", "%%"), log.name  # Slurm reads % as the beginning of a pattern
     options: dict[str, object] = {
         "job-name": config.task_name,
         "array": array,
@@ -148,13 +166,11 @@ def script_of(
         "account": cluster.account,
         "signal": f"USR1@{cluster.signal_seconds}",
         "chdir": ROOT,
-        "output": f"{place}/{name if array else name.replace('%', '%%')}",
+        "output": f"{log_folder}/{log_name}",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{key}={_quoted(value)}" for key, value in options.items() if value is not None]
-    per_task = (
-        f" --cpus-per-task={cluster.cpus}" if cluster.cpus else ""
-    )  # srun does not take it over since Slurm 22.05
+    lines = [f"#SBATCH --{key}={quoted(value)}" for key, value in options.items() if value is not None]
+    cpus = f" --cpus-per-task={cluster.cpus}" if cluster.cpus else ""  # srun does not inherit it since Slurm 22.05
     command = shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.launch.node"])
     return f"""#!/bin/bash
 # Runs {what}; submit it again with sbatch, and it goes on in the same folder.
@@ -162,8 +178,8 @@ def script_of(
 
 {cluster.setup or "# cluster.setup would stand here"}
 
-export PYTHONPATH={_quoted(ROOT)}
-{before + chr(10) if before else ""}srun --ntasks-per-node=1{per_task} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
+export PYTHONPATH={quoted(ROOT)}
+{before + chr(10) if before else ""}srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 --wait={ALL_LEAVE} \\
     {command} {folder}
 code=$?
 
@@ -178,8 +194,7 @@ fi
 def place_of_step(node: int, nodes: int) -> Place:
     """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it."""
     names = _scontrol("show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
-    words = _scontrol("show", "node", names[0], "--oneliner").split()
-    address = next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), names[0])
+    address = _facts("node", names[0])[0].get("NodeAddr", names[0])
     try:
         found = ipaddress.ip_address(socket.gethostbyname(address))
     except OSError as error:
@@ -194,28 +209,33 @@ def place_of_step(node: int, nodes: int) -> Place:
 
 
 def wait_for(job: str) -> int:
-    """Until the job has ended, requeued or not; its exit code, as Slurm's accounting of recent jobs tells it."""
-    import time
-
+    """Until the job has ended, requeued or not. Its exit code, as Slurm's memory of recent jobs tells it; of an array the
+    highest of its tasks'."""
+    codes: dict[str, int] = {}  # of the tasks that have ended, which Slurm soon forgets
+    answered_at = time.monotonic()
     while True:
-        facts = _facts(job)
-        if facts["JobState"] in (
-            "COMPLETED",
-            "FAILED",
-            "CANCELLED",
-            "TIMEOUT",
-            "NODE_FAIL",
-            "OUT_OF_MEMORY",
-            "DEADLINE",
-        ):
-            code, _, number = facts["ExitCode"].partition(":")
-            return int(code) or (128 + int(number) if number != "0" else int(facts["JobState"] != "COMPLETED"))
+        try:
+            tasks = _facts("job", job)
+            answered_at = time.monotonic()
+        except ValueError:  # its controller is busy or restarts
+            if time.monotonic() - answered_at > PATIENCE_SECONDS:
+                raise
+        else:
+            codes |= {task["JobId"]: _exit_code(task) for task in tasks if task["JobState"] in ENDED}
+            if all(task["JobState"] in ENDED for task in tasks):
+                return max(codes.values())
         time.sleep(1)
 
 
-def _facts(job: str) -> dict[str, str]:
-    words = _scontrol("show", "job", job, "--oneliner").split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
+def _exit_code(task: dict[str, str]) -> int:
+    code, _, number = task["ExitCode"].partition(":")
+    return int(code) or (128 + int(number) if number != "0" else int(task["JobState"] != "COMPLETED"))
+
+
+def _facts(kind: str, name: str) -> list[dict[str, str]]:
+    """What `scontrol show` tells of a node or job: key -> value, for each task where the job is an array."""
+    lines = _scontrol("show", kind, name, "--oneliner").splitlines()
+    return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line.strip()]
 
 
 def _scontrol(*words: str) -> str:
@@ -225,7 +245,7 @@ def _scontrol(*words: str) -> str:
     return done.stdout
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """One line, for bash and for sbatch, which reads its own lines by the same rules."""
     text = str(value)
     if not text.isprintable():

@@ -14,20 +14,20 @@ from src.engine.machine.platform import sync
 from src.engine.machine.secrets import hide, hide_in
 
 
-def claim_folder(wanted: Path) -> Path:
-    """Create `wanted`, or `wanted_1`, `wanted_2` … when it is taken, and return it. Never shared by two runs."""
-    if not wanted.name:
-        raise ValueError(f"hydra.run.dir={wanted}: give the name of a folder to be made")
+def claim_folder(path: Path) -> Path:
+    """Create the folder `path`, or where that is taken `path_1`, `path_2` …, and return it. Never shared by two runs."""
+    if not path.name:
+        raise ValueError(f"hydra.run.dir={path}: give the name of a folder to be made")
     try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1000):
-            folder = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}_{attempt}")
+            folder = path if attempt == 0 else path.with_name(f"{path.name}_{attempt}")
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ValueError(f"hydra.run.dir={wanted}: cannot be made ({error.strerror}); choose another place") from None
-    raise ValueError(f"hydra.run.dir={wanted}: 1000 folders of this name exist already; choose another name")
+        raise ValueError(f"hydra.run.dir={path}: cannot be made ({error.strerror}); choose another place") from None
+    raise ValueError(f"hydra.run.dir={path}: 1000 folders of this name exist already; choose another name")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
+PATIENCE_SECONDS = 0.2  # who asks whether a folder is owned holds its lock for a moment
 
 
 @contextmanager
-def own(folder: Path) -> Iterator[None]:
+def own(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold `folder` while the block runs; refused with the owner's pid and host when somebody else holds it."""
-    descriptor = _take(folder / NAME)
+    descriptor = _take(folder / NAME, patience)
     try:
         yield
     finally:
@@ -34,20 +36,28 @@ def is_owned(folder: Path) -> bool:
     if not (folder / NAME).exists():
         return False
     try:
-        with own(folder):
+        with own(folder, patience=0):
             return False
     except ValueError:
         return True
 
 
-def _take(path: Path) -> int | None:
+def _take(path: Path, patience: float) -> int | None:
     """The descriptor that holds the lock; None where the file system has no locks."""
     from filelock import lock_descriptor  # flock; on Windows LockFileEx of the first byte, which nobody else can read
 
+    until = time.monotonic() + patience
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
+        except OSError as error:
+            raise ValueError(f"{path.parent}: cannot be written to ({error.strerror}); use another folder") from None
         try:
             if not lock_descriptor(descriptor, blocking=False):
+                if time.monotonic() < until:
+                    os.close(descriptor)
+                    time.sleep(0.02)
+                    continue
                 os.lseek(descriptor, 1, os.SEEK_SET)
                 owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
                 os.close(descriptor)

@@ -51,7 +51,7 @@ class Driver:
         except OSError:
             return cls(problem=_if_shown("the driver's library libcuda.so.1 cannot be loaded here"))
         if failure := _call(library.cuInit, 0):
-            return cls(problem=_if_shown(_words(library, "cuInit", failure)))
+            return cls(problem=_if_shown(_driver_error(library, "cuInit", failure)))
         version = ctypes.c_int()
         if not _call(library.cuDriverGetVersion, ctypes.byref(version)) and version.value // 1000 < _major(torch_cuda):
             known = f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -60,7 +60,7 @@ class Driver:
             )
         count = ctypes.c_int()
         if failure := _call(library.cuDeviceGetCount, ctypes.byref(count)):
-            return cls(problem=_if_shown(_words(library, "cuDeviceGetCount", failure)))
+            return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", failure)))
         found = tuple(_device(library, index) for index in range(count.value))
         return cls(found, None if found else _if_shown("the driver gives this process none"))
 
@@ -74,7 +74,7 @@ def _call(function: Callable[..., int], *arguments: Any) -> int:
     return int(function(*arguments))
 
 
-def _words(library: Any, query: str, failure: int) -> str:
+def _driver_error(library: Any, query: str, failure: int) -> str:
     text = ctypes.c_char_p()
     _call(library.cuGetErrorString, failure, ctypes.byref(text))
     return f"{query} says {(text.value or b'error').decode()} ({failure})"

@@ -60,8 +60,7 @@ def held_by(text: str) -> str | None:
 def hide(text: str) -> str:
     """`text` without the values of secret environment variables."""
     for name, value in _secrets():
-        if value in text:
-            text = text.replace(value, reference(name))
+        text = text.replace(value, reference(name))
     return text
 
 

@@ -28,7 +28,7 @@ def write_environment(config: Config, folder: Path) -> None:
 
 
 def environment_facts(config: Config) -> dict[str, Any]:
-    devices = hardware.visible_cuda_devices()
+    devices, changes = hardware.visible_cuda_devices(), _git("status", "--porcelain")
     return {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -37,7 +37,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "platform": platform.platform(),
         "host": platform.node(),
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        "dirty": None if changes is None else changes != "",
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cpu": {
             "model": hardware.cpu_model(),
@@ -66,6 +66,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
+    """What a command prints; None where it is missing, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,8 @@ class Jobs:
         write_json(self.folder / "jobs.json", {**head, "jobs": jobs})
 
     def counts(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for job in self.jobs:
-            found[job.status] = found.get(job.status, 0) + 1
-        return found
+        """Status -> how many jobs have it."""
+        return Counter(job.status for job in self.jobs)
 
 
 def new_jobs(folder: Path) -> Jobs:

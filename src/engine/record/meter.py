@@ -171,9 +171,9 @@ class Meter:
 
 def weighted_quantile(values: list[float], weights: array[int], share: float) -> float | None:
     """The smallest value that at least `share` of all weight does not exceed: an interval of ten steps counts ten times."""
-    wanted, passed = share * sum(weights), 0
+    least, passed = share * sum(weights), 0
     for value, weight in sorted(zip(values, weights, strict=True)):
         passed += weight
-        if passed >= wanted or math.isclose(passed, wanted):
+        if passed >= least or math.isclose(passed, least):
             return value
     return None

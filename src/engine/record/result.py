@@ -122,6 +122,14 @@ def read_result(folder: Path) -> Result:
     return Result(**{key: value for key, value in values.items() if key in known})
 
 
+def read_status(folder: Path) -> str | None:
+    """How the run in `folder` has ended; None while it has not, or where its result cannot be read."""
+    try:
+        return read_result(folder).status
+    except ValueError:
+        return None
+
+
 class MetricsLog:
     """`metrics.jsonl`: one line per logging step and per evaluation; only rank 0 has one."""
 

@@ -17,7 +17,7 @@ from src.engine.config.compose import read_frozen
 from src.engine.launch.slurm import JOB_ID, SCRIPT, cancel, jobs_in_queue, sbatch, state_of, write_script
 from src.engine.machine.files import write_text
 from src.engine.record.jobs import Job
-from src.engine.record.result import Result, read_result
+from src.engine.record.result import Result, read_status
 from src.engine.sweep.child import Child, Watch
 from src.engine.sweep.packing import Need
 from src.schema import ClusterConfig
@@ -121,14 +121,8 @@ class Submitted(Child):
         return status, f"job {self._number} left Slurm's queue{f' as {state}' if state else ''}, and {error}"
 
     def _is_done(self) -> bool:
-        return self._status() == "done"
+        return read_status(self.folder) == "done"
 
     def _has_final_result(self) -> bool:
         """An interrupted one goes on: its time was up, or it was cancelled."""
-        return self._status() not in (None, "interrupted")
-
-    def _status(self) -> str | None:
-        try:
-            return read_result(self.folder).status
-        except ValueError:
-            return None
+        return read_status(self.folder) not in (None, "interrupted")
