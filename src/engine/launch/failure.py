@@ -1,9 +1,10 @@
-"""What went wrong, in words: the record that a failing rank leaves, which of several came first, and what people are told."""
+"""The record that a failing rank leaves, which of several records came first, and what people are told of it."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import time
 import traceback
@@ -18,6 +19,8 @@ from src.schema import ResolvedConfig
 
 PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
+LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
+GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")  # in its RuntimeErrors: a file of its code, or what it did
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
@@ -26,8 +29,7 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: 
     kind, text = type(error).__name__, _text(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
-    who = ranks.name
-    is_echo = kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in text.lower()
+    who, is_echo = ranks.name, False
     status, reason = "failed", f"{who}: {kind}: {text} ({place})"
     if kind == "RefusedError":
         status, reason = "refused", text
@@ -43,7 +45,8 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: 
         )
     elif "DataLoader worker" in text:
         reason += "; a loader worker was killed, perhaps for want of memory: fewer data.workers need less"
-    elif is_echo:
+    elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
+        is_echo = True
         reason = f"{who} lost its connection to another rank, which has left: {kind}: {text}"
     return {
         "rank": ranks.rank,
@@ -92,11 +95,16 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
         if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
             continue
-        return wordless(folder, rank, code, ended.oom_kills)
+        return failure_of_exit_code(folder, rank, code, ended.oom_kills)
     return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
 
 
-def wordless(folder: Path, rank: int, code: int, oom_kills: int = 0) -> dict[str, Any]:
+def cause_is_known(folder: Path) -> bool:
+    """True if a rank has recorded more than that it lost its connection to the others."""
+    return any(not json.loads(path.read_text())["is_echo"] for path in failure_files(folder))
+
+
+def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int = 0) -> dict[str, Any]:
     """The failure of a rank that has left no record: what its exit code tells."""
     status, how = (
         "failed",

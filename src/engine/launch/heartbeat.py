@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.engine.launch.failure import failure_file, failure_files, log_file, write_failure
+from src.engine.launch.failure import cause_is_known, failure_file, log_file, write_failure
 from src.engine.machine.pulse import PHASES, pulse
 from src.engine.machine.ranks import Ranks, host_name, machine_id
 
@@ -64,11 +64,11 @@ class Heartbeats:
     gone: bool = False  # the store has closed, and with it node 0's launcher
     is_leaving: bool = False  # this rank has failed itself, and ends by itself
     answered_at: float = field(default_factory=time.monotonic)
-    _nodes: dict[int, Heartbeat] = field(default_factory=dict)  # of each other node, the heartbeat of its first rank
-    _moved_at: dict[int, float] = field(default_factory=dict)
+    # Of each other node: its first rank's heartbeat, and when that last moved. The thread below adds to it.
+    _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
+    _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each rank, and when they last moved
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each rank, and when they last moved
 
     def start(self) -> None:
         if self.store is not None:
@@ -76,7 +76,7 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """A thread inside the store while the interpreter shuts down would abort the process."""
+        """End the thread: inside the store while the interpreter shuts down, it would abort the process."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=TOLD)
@@ -113,50 +113,49 @@ class Heartbeats:
         return any(now - moved > LEFT for _, moved in self._ticks.values())
 
     def silent_node(self) -> Heartbeat | None:
-        """The heartbeat of a node that has said nothing for NODE_SILENT seconds, None while all speak or there is only one."""
-        now = time.monotonic()
+        """The last heartbeat of a node that has been silent for NODE_SILENT seconds; None if there is no such node."""
         if self.ranks.nodes == 1:
             return None
-        if self.ranks.node > 0 and (self.gone or now - self.answered_at > NODE_SILENT):
-            return self._nodes.get(0, Heartbeat(0, node=0))
-        if now - self.answered_at > NODE_SILENT / 3:  # the store is late itself: no proof against others
+        now, nodes = time.monotonic(), dict(self._nodes)
+        waiting = now - self.answered_at  # for the store, which is node 0's
+        if self.ranks.node > 0 and (self.gone or waiting > NODE_SILENT):
+            return nodes[0][0] if 0 in nodes else Heartbeat(0, node=0)
+        if waiting > NODE_SILENT / 3:  # the store itself is late: no proof against others
             return None
-        # Where this rank has done a step, every rank has: its gradients were in the sum.
-        limits = {
-            node: NODE_SILENT if heartbeat.step or pulse.steps_done else START_SILENT
-            for node, heartbeat in self._nodes.items()
-        }
-        silent = [node for node, moved in self._moved_at.items() if now - moved > limits[node]]
-        return self._nodes[silent[0]] if silent else None
+        for heartbeat, moved_at in nodes.values():
+            # Where this rank has done a step, every rank has: its gradients were in the sum.
+            limit = NODE_SILENT if heartbeat.step or pulse.steps_done else START_SILENT
+            if now - moved_at > limit:
+                return heartbeat
+        return None
 
     def wait_for_cause(self) -> None:
-        """After a lost connection: the rank that left has said why, or its launcher has, or it is named as gone.
+        """After a lost connection, on the first rank of each node: wait until this node's records say why it was lost.
 
-        By the first rank of a node, for its own records.
+        The rank that left has told the store why, or its launcher has; else the node that is silent is recorded as lost.
         """
         self.is_leaving = True
+        if not self.ranks.is_first_of_node:
+            return
         until = time.monotonic() + CAUSE
-        while time.monotonic() < until and not self.gone and self.ranks.is_first_of_node:
-            if any(not json.loads(path.read_text())["is_echo"] for path in failure_files(self.folder)):
+        while time.monotonic() < until and not self.gone:
+            if cause_is_known(self.folder):
                 return
             time.sleep(TICK / 4)
-        if self.store is None or self.gone or not self.ranks.is_first_of_node:
+        if self.gone:
             return
-        silent = [
-            heartbeat
-            for heartbeat in self._nodes.values()
-            if time.monotonic() - self._moved_at[heartbeat.node] > CAUSE / 2
-        ]
-        for last in silent[:1]:
-            reason = (
-                f"node {last.node} ({last.host}): rank {last.rank} left without a word; it was killed, or its node died"
-            )
-            write_failure(self.folder, lost_record(last, self.ranks, reason, self.folder))
+        for last, moved_at in dict(self._nodes).values():
+            if time.monotonic() - moved_at > CAUSE / 2:
+                where = f"node {last.node} ({last.host})"
+                reason = f"{where}: rank {last.rank} left without a word; it was killed, or its node died"
+                write_failure(self.folder, lost_record(last, self.ranks, reason, self.folder))
+                return
 
     def forgive(self, seconds: float) -> None:
-        """This process was stopped for so long, and heard nobody."""
+        """Count the seconds for which this process was stopped, and heard nobody, against nobody."""
         self.answered_at += seconds
-        self._moved_at = {node: moved + seconds for node, moved in self._moved_at.items()}
+        for node, (heartbeat, moved_at) in dict(self._nodes).items():
+            self._nodes[node] = heartbeat, moved_at + seconds
 
     def _talk(self) -> None:
         while not self._over.is_set():
@@ -188,8 +187,8 @@ class Heartbeats:
         if not store.check([f"node/{node}"]):
             return  # it has not come yet: parallel.start_timeout is for that
         heartbeat = Heartbeat(**json.loads(store.get(f"node/{node}")))
-        if node not in self._nodes or heartbeat.ticks != self._nodes[node].ticks:
-            self._nodes[node], self._moved_at[node] = heartbeat, time.monotonic()
+        if node not in self._nodes or heartbeat.ticks != self._nodes[node][0].ticks:
+            self._nodes[node] = heartbeat, time.monotonic()
 
 
 def lost_record(heartbeat: Heartbeat, ranks: Ranks, reason: str, folder: Path) -> dict[str, Any]:

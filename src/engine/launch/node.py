@@ -6,7 +6,6 @@ The others need no shared disk; their logs stay in a folder of the same name.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.engine.config.compose import read_frozen
-from src.engine.launch.failure import failure_file, failure_files, first_failure, wordless
+from src.engine.launch.failure import cause_is_known, failure_file, failure_of_exit_code, first_failure
 from src.engine.launch.heartbeat import fetch_failures, publish_failure
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.kubernetes import place_of_pod
@@ -27,7 +26,6 @@ from src.engine.launch.slurm import NODE_LOST, place_of_step
 from src.engine.launch.supervisor import Ended, run_ranks
 from src.engine.launch.torchrun import keep_config, where_logs_are
 from src.engine.machine.lock import own
-from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Place, Ranks, host_name
 from src.schema import ParallelConfig, ResolvedConfig
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CONFIG = "config"  # its key in the store; empty: node 0 has refused it
-WORDS = 6.0  # seconds for the other nodes to say how they have ended
+ANSWER_SECONDS = 6.0  # seconds for the other nodes to say how they have ended
 
 
 def main(folder: Path, origin: Path) -> int:
@@ -52,9 +50,9 @@ def main(folder: Path, origin: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with own(folder):
             return lead(read_frozen(origin), folder, place)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: of the store, when another node has left
         print(f"node: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RuntimeError) else 2
 
 
 def find_place() -> Place:
@@ -78,16 +76,15 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
         try:
             rendezvous = _meet(place, config.parallel.start_timeout)
             check_nodes(config, all_facts(rendezvous.store, place.nodes))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:
                 _refuse_others(rendezvous.store, place.nodes)
             raise
         rendezvous.store.set(CONFIG, (folder / "config.yaml").read_text(encoding="utf-8"))
     ended = run_ranks(config, folder, rendezvous)
-    _note_stop(ended)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        _hear_others(_of_ranks(rendezvous.store), folder, _first_rank(config, place))
+        _wait_for_cause(_of_ranks(rendezvous.store), folder, _first_rank(config, place))
     code = conclude(config, folder, ended)
     lost = code == 1 and first_failure(folder, ended).get("exception") == "NodeLost"
     return NODE_LOST if lost and _checkpoints(folder) != before else code
@@ -105,16 +102,13 @@ def follow(folder: Path, place: Place) -> int:
     keep_config(folder, text)
     config = read_frozen(folder)
     ranks = _first_rank(config, place)
-    for rank in range(
-        ranks.rank, ranks.rank + ranks.local_world_size
-    ):  # of an earlier attempt, on this node's own disk
-        failure_file(folder, rank).unlink(missing_ok=True)
+    for rank in range(ranks.rank, ranks.rank + ranks.local_world_size):
+        failure_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt, on this node's own disk
     ended = run_ranks(config, folder, rendezvous)
-    _note_stop(ended)
     if ended.signal is not None:
         return 128 + ended.signal
     if ended.exit_codes:
-        _speak_for_the_dead(_of_ranks(rendezvous.store), folder, ended)
+        _tell_of_exit_codes(_of_ranks(rendezvous.store), folder, ended)
         print(where_logs_are(ranks, folder), file=sys.stderr, flush=True)
     return int(bool(ended.exit_codes))
 
@@ -131,7 +125,7 @@ def _refuse_others(store: Store, nodes: int) -> None:
     """Node 0 has said why; the others only leave. The store must outlive their question."""
     store.set(CONFIG, "")
     with suppress(RuntimeError):
-        store.wait([f"left/{node}" for node in range(1, nodes)], timedelta(seconds=WORDS))
+        store.wait([f"left/{node}" for node in range(1, nodes)], timedelta(seconds=ANSWER_SECONDS))
 
 
 def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
@@ -147,39 +141,23 @@ def _of_ranks(store: Store) -> Store:
     return PrefixStore("attempt_0", store)
 
 
-def _note_stop(ended: Ended) -> None:
-    """A signal to another node has stopped this one's ranks as well."""
-    codes = {code - 128 for code in ended.exit_codes.values()}
-    stops = codes.intersection(STOP_SIGNALS)
-    if stops and stops == codes and ended.signal is None:
-        ended.signal = stops.pop()
-
-
-def _speak_for_the_dead(store: Store, folder: Path, ended: Ended) -> None:
+def _tell_of_exit_codes(store: Store, folder: Path, ended: Ended) -> None:
     """Tell node 0 of ranks that were killed, and of those that left without a record."""
     for rank, code in ended.exit_codes.items():
         if not failure_file(folder, rank).exists() and code not in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            record = wordless(folder, rank, code, ended.oom_kills)
-            reason = f"{record['reason']} on {host_name()}"
-            more = {
-                "host": host_name(),
-                "attempt": 0,
-                "time": time.time(),
-                "is_echo": False,
-                "exception": "",
-                "exit_code": 1,
-            }
-            publish_failure(store, {**record, **more, "reason": reason})
+            record = {"attempt": 0, "time": time.time(), "is_echo": False, "exception": "", "exit_code": 1}
+            record |= failure_of_exit_code(folder, rank, code, ended.oom_kills) | {"host": host_name()}
+            publish_failure(store, {**record, "reason": f"{record['reason']} on {host_name()}"})
 
 
-def _hear_others(store: Store, folder: Path, ranks: Ranks) -> None:
+def _wait_for_cause(store: Store, folder: Path, ranks: Ranks) -> None:
     """Wait until it is known why this node's ranks have lost the others, or until nobody will tell any more."""
-    until = time.monotonic() + WORDS
+    until = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < until:
         fetch_failures(store, folder, ranks)
-        if any(not json.loads(path.read_text())["is_echo"] for path in failure_files(folder)):
+        if cause_is_known(folder):
             return
-        time.sleep(WORDS / 20)
+        time.sleep(ANSWER_SECONDS / 20)
 
 
 def _checkpoints(folder: Path) -> set[tuple[str, float]]:
@@ -189,4 +167,4 @@ def _checkpoints(folder: Path) -> set[tuple[str, float]]:
 if __name__ == "__main__":
     sys.exit(
         main(Path(sys.argv[1]), Path(sys.argv[-1]))
-    )  # the config lies in the run folder, unless a second one is given
+    )  # the config's folder is the run folder, unless a second is given

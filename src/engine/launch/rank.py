@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from src.engine.launch.failure import failure_record, write_failure
+from src.engine.config.compose import read_frozen
+from src.engine.launch.failure import failure_record, log_file, write_failure
 from src.engine.launch.heartbeat import Heartbeats, publish_failure
 from src.engine.launch.rendezvous import open_store
 from src.engine.launch.watchdog import Watchdog
@@ -34,13 +35,9 @@ STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for
 
 def main(folder: Path, run: RankMain) -> int:
     """Run the rank that this process is, on a run folder prepared by job.py. Returns the exit code."""
-    from src.engine.config.compose import read_frozen
-
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = read_frozen(folder)
-    if not config.parallel.has_ranks:
-        return run_rank(run, config, folder, ranks, None)
-    return run_rank(run, config, folder, ranks, open_store(ranks))
+    return run_rank(run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None)
 
 
 def run_rank(
@@ -49,51 +46,45 @@ def run_rank(
     folder: Path,
     ranks: Ranks,
     store: Store | None,
-    last_words: Callable[[], object] | None = None,
+    before_exit: Callable[[], object] | None = None,
 ) -> int:
     """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised.
 
-    `last_words` is called before the watchdog ends this process, which then does not return from here.
+    `before_exit` is called before the watchdog ends this process, which then does not return from here.
     """
     die_with_parent()
     keep_compiled_code_private()
-    own_log = folder / "logs" / f"rank_{ranks.rank}.log"
-    stacks = _set_up_output(own_log, ranks)
+    stacks = _set_up_output(log_file(folder, ranks.rank), ranks)
     for number in STOP_SIGNALS:
         signal.signal(number, stop_handler)
-    own_store = None if store is None else store.clone()
     try:
-        with Watchdog(config.parallel, folder, ranks, own_store, stacks, last_words) as heartbeats:
+        own_store = None if store is None else store.clone()
+        with Watchdog(config.parallel, folder, ranks, own_store, stacks, before_exit) as heartbeats:
             # before training there is nothing to save, and without a peer nobody can
             exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left())
-            return _run_recorded(run, config, folder, ranks, store, own_log, heartbeats)
+            try:
+                run(config, folder, ranks, store)
+                return 0
+            except Exception as error:
+                return _record(error, config, folder, ranks, store, heartbeats)
     except Stopped as stop:
         log.info("stopped by %s", stop)
         return 128 + stop.number
 
 
-def _run_recorded(
-    run: RankMain,
-    config: ResolvedConfig,
-    folder: Path,
-    ranks: Ranks,
-    store: Store | None,
-    own_log: Path,
-    heartbeats: Heartbeats,
+def _record(
+    error: Exception, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None, heartbeats: Heartbeats
 ) -> int:
-    try:
-        run(config, folder, ranks, store)
-        return 0
-    except Exception as error:
-        ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
-        log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-        record = failure_record(error, config, ranks, own_log)
-        if store is not None:
-            publish_failure(store, record)
-        write_failure(folder, record)
-        if record["is_echo"] and ranks.nodes > 1:
-            heartbeats.wait_for_cause()
-        return int(record["exit_code"])
+    """Write down why this rank has failed, and tell the others. Returns its exit code."""
+    ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
+    log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
+    record = failure_record(error, config, ranks, log_file(folder, ranks.rank))
+    if store is not None:
+        publish_failure(store, record)
+    write_failure(folder, record)
+    if record["is_echo"] and ranks.nodes > 1:
+        heartbeats.wait_for_cause()
+    return int(record["exit_code"])
 
 
 def keep_compiled_code_private() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import write_failure
@@ -47,11 +48,11 @@ class Watchdog:
         ranks: Ranks,
         store: Store | None,
         log: TextIO,
-        last_words: Callable[[], object] | None = None,
+        before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: a client of its own, None for the only rank. `log`: where stacks go. `last_words`: before leaving."""
+        """`store`: a client of its own, None for the only rank. `log`: where stacks go. `before_exit`: before leaving."""
         self.config, self.folder, self.ranks, self.store, self.log = config, folder, ranks, store, log
-        self.last_words = last_words
+        self.before_exit = before_exit
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -96,28 +97,33 @@ class Watchdog:
                     self._leave()
 
     def _leave(self) -> None:
-        if self.last_words is not None:
-            self.last_words()
+        if self.before_exit is not None:
+            self.before_exit()
         os._exit(1)
 
     def _end_without(self, lost: Heartbeat) -> None:
         """A node has not been heard of for too long: say which, and leave. What it holds open would wait for minutes."""
         where = f"node {lost.node} ({lost.host or 'where rank 0 is'})"
         told = f"{where}: rank {lost.rank} has not been heard of for {NODE_SILENT:.0f} s, last seen in {lost}"
-        self.log.write(f"{told}; the stacks of all threads:\n")
-        self.log.flush()
-        faulthandler.dump_traceback(file=self.log, all_threads=True)
-        self._record(lost, f"{told}; it is dead, stopped, or cut off from the network", "NodeLost")
-        self._leave()
+        try:
+            self._log_stacks(told)
+            self._record(lost, f"{told}; it is dead, stopped, or cut off from the network", "NodeLost")
+        finally:  # also where the disk is full
+            self._leave()
 
     def _end(self, silent: float) -> None:
         """The alarm: stacks of all ranks into their logs, a record of the rank that has failed, and out."""
         at_last = threading.Timer(ANSWER + 2 * WRITE, os._exit, (1,))  # where the store does not answer any more
         at_last.daemon = True
         at_last.start()
-        self.log.write(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}; the stacks of all threads:\n")
-        self.log.flush()
-        faulthandler.dump_traceback(file=self.log, all_threads=True)
+        try:
+            self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
+            self._name_the_failed()
+        finally:  # also where the store has closed meanwhile, or the disk is full
+            os._exit(1)
+
+    def _name_the_failed(self) -> None:
+        """Compare where the ranks are; one of them records which has failed, and the others wait for that."""
         mine = self.heartbeats.mine()
         before = after = [mine]
         if self.store is not None:
@@ -127,20 +133,21 @@ class Watchdog:
             after = self.heartbeats.all()
         failed, recorder, reason = judge(before, after, self.limit)
         if recorder == self.ranks.rank:
-            self._record(failed, f"{reason}; if it is only slow, raise parallel.{self._limit_key()}", "NoProgress")
+            limit_key = "timeout" if pulse.steps_done else "start_timeout"
+            self._record(failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress")
             if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
                 _kill(failed.pid)
-            if self.last_words is not None:
-                self.last_words()
+            if self.before_exit is not None:
+                self.before_exit()
             if self.store is not None:
                 self.store.set("watchdog/recorded", "")
         elif self.store is not None:
-            with suppress(RuntimeError):
-                self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
-        os._exit(1)
+            self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
 
-    def _limit_key(self) -> str:
-        return "timeout" if pulse.steps_done else "start_timeout"
+    def _log_stacks(self, reason: str) -> None:
+        self.log.write(f"{reason}; the stacks of all threads:\n")
+        self.log.flush()
+        faulthandler.dump_traceback(file=self.log, all_threads=True)
 
     def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
         record = {**lost_record(failed, self.ranks, reason, self.folder), "exception": exception}
@@ -172,18 +179,22 @@ def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[
 
 
 def _main_stack() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     return "".join(["Stack of the main thread (most recent call last):\n", *traceback.format_stack(frame)])
 
 
 def _at_a_debugger() -> bool:
     """True if the main thread is in a debugger: a person may think for longer than any limit."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     while frame is not None:
-        if frame.f_code.co_filename.endswith(DEBUGGERS[:3]) or DEBUGGERS[3] in frame.f_code.co_filename:
+        if any(debugger in frame.f_code.co_filename for debugger in DEBUGGERS):
             return True
         frame = frame.f_back
     return False
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _kill(pid: int) -> None:
