@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.config.arguments import CommandLine, refused_in_a_line
+from src.engine.launch.leaving import leave
+from src.engine.machine.process import die_with_parent
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 
 COLUMNS = ("acc", "acc5", "loss", "samples")
@@ -36,11 +38,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, help="run folder")
     parser.add_argument("--split", choices=["val", "test", "all"], default="all")
     parser.add_argument("--checkpoint", help="best, last or a file (default: what result.json names, else the newest)")
-    _evaluate(*parser.read_known(arguments), arguments)
-    return 0
+    return _evaluate(*parser.read_known(arguments), arguments)
 
 
-def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> None:
+def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
     from src.data.folders import check_data
     from src.engine.config.evaluation import evaluation_config
 
@@ -50,17 +51,20 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     config = evaluation_config(given.run, overrides, ranks)
     check_data(config.data)
     if config.parallel.has_ranks and ranks is None:
-        from src.engine.launch.torchrun import start_again_as_ranks
+        from src.engine.launch.torchrun import start_as_ranks
 
-        start_again_as_ranks(config.parallel.devices, __file__, arguments)
+        return start_as_ranks(config.parallel, __file__, arguments)
     from src.engine.launch.rendezvous import open_store
     from src.run.evaluate import evaluate_config
 
+    if ranks is not None:
+        die_with_parent()
     ranks = ranks or Ranks()
     store = open_store(ranks) if config.parallel.has_ranks else None
     for split, numbers in evaluate_config(config, given.run, given.split, given.checkpoint, ranks, store):
         if ranks.is_first:
             print(json.dumps({"split": split, **numbers}), flush=True)
+    return 0
 
 
 def _table(options: list[str]) -> int:
@@ -94,4 +98,4 @@ def _row(name: str, numbers: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))  # this may be a rank

@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 from src.engine.config.arguments import CommandLine, number_or_auto, refused_in_a_line, whole_number
-from src.schema import ParallelConfig
+from src.engine.launch.leaving import leave
+from src.schema import Config, DataConfig, ParallelConfig
 
 
 @refused_in_a_line
@@ -38,15 +39,19 @@ def main(words: list[str]) -> int:
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
     if given.parallel == "ddp" and "RANK" not in os.environ:
-        from src.engine.launch.torchrun import start_again_as_ranks
+        from src.engine.config.resolve import resolve
+        from src.engine.launch.torchrun import start_as_ranks
 
-        start_again_as_ranks(given.devices, __file__, words)
+        parallel = ParallelConfig(strategy="ddp", devices=given.devices)
+        data = DataConfig(batch_size=None, batch_size_per_device=given.batch_size)
+        return start_as_ranks(resolve(Config(parallel=parallel, data=data)).parallel, __file__, words)
     _predict(given)
     return 0
 
 
 def _predict(given: argparse.Namespace) -> None:
     from src.engine.launch.rendezvous import open_store
+    from src.engine.machine.process import die_with_parent
     from src.engine.machine.ranks import Ranks, ranks_from_environment
     from src.trained.predict import PredictionRequest, predict, write
 
@@ -61,7 +66,10 @@ def _predict(given: argparse.Namespace) -> None:
         workers=given.workers,
         parallel=ParallelConfig(strategy=given.parallel, devices=given.devices),
     )
-    ranks = ranks_from_environment(os.environ) or Ranks()
+    ranks = ranks_from_environment(os.environ)
+    if ranks is not None:
+        die_with_parent()
+    ranks = ranks or Ranks()
     found = predict(request, ranks, open_store(ranks) if given.parallel == "ddp" else None)
     if ranks.is_first:
         by_suffix = "console" if given.output is None else "json" if given.output.suffix == ".json" else "csv"
@@ -71,4 +79,4 @@ def _predict(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))  # this may be a rank

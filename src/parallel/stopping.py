@@ -35,14 +35,14 @@ class Stopping:
         self._thread = threading.Thread(target=self._follow, name="stopping", daemon=True)
         if store is not None:
             self._thread.start()
-            atexit.register(self.close)
+            atexit.register(self.close, 1.0)  # where nobody has: after an exception, a signal
 
-    def close(self) -> None:
+    def close(self, seconds: float = ANSWER_SECONDS) -> None:
         """End the thread: inside the store while the interpreter shuts down, it would abort the process."""
         if self._thread.is_alive():
             self._leaving = True
             self._wake.set()
-            self._thread.join(timeout=ANSWER_SECONDS)
+            self._thread.join(timeout=seconds)
 
     def request(self, number: int) -> None:
         """A signal has come; safe in a signal handler of the main thread."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import read_lines, resolved
+from conftest import ROOT, read_lines, resolved
 
 from src.engine.launch.leaving import leave
 from src.engine.machine.ranks import Ranks
@@ -41,10 +42,48 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
 
 
 @pytest.mark.processes
-def test_a_failed_rank_of_nccl_does_not_wait_in_destructors() -> None:
+def test_a_failed_or_stopped_rank_does_not_wait_in_destructors() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
-    assert left("gloo", 1, blocks=0) == (1, ["last words", "exit handler", "destructor"])
+    assert left("gloo", 143, blocks=600) == (143, ["last words", "exit handler"])
+    assert left("gloo", 0, blocks=0) == (0, ["last words", "exit handler", "destructor"]), "an end as any other"
+
+
+# Threads that are inside torch's store all the time, while the interpreter takes a second to shut down.
+IN_THE_STORE = """
+import os, threading, time
+from contextlib import suppress
+from datetime import timedelta
+from torch.distributed import TCPStore
+from src.parallel.stopping import Stopping
+
+class Slow:
+    def __init__(self):
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def check(self, keys):
+        with suppress(RuntimeError):
+            self.store.wait(["never"], timedelta(seconds=0.2))
+        return False
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+late = Late()
+stopping = Stopping(0, 1, Slow())
+time.sleep(0.5)
+raise RuntimeError("the accident of this test")
+"""
+
+
+@pytest.mark.processes
+def test_an_exception_does_not_leave_a_thread_in_the_store(tmp_path: Path) -> None:
+    """The interpreter's end would abort the process: a run's, evaluate.py's or scripts/predict.py's."""
+    script = tmp_path / "script.py"
+    script.write_text(IN_THE_STORE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "RuntimeError: the accident of this test"
 
 
 def test_a_process_without_a_group_leaves_as_any_does() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,49 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:
     worker = next(iter(running.workers().values()))
     assert worker.environ()["GLOO_SOCKET_IFNAME"] == worker.environ()["NCCL_SOCKET_IFNAME"] == "lo"
     assert running.signal(2).returncode == 130
+
+
+# A command beside train.py as each of two ranks: rank 0 notes where all of them listen, and rank 1 refuses.
+STARTED = """
+import os, sys
+from pathlib import Path
+import psutil
+from torch import distributed
+from src.engine.launch.rendezvous import open_store
+from src.engine.machine.ranks import ranks_from_environment
+
+ranks = ranks_from_environment(os.environ)
+distributed.init_process_group("gloo", store=open_store(ranks), rank=ranks.rank, world_size=ranks.world_size)
+distributed.barrier()
+if ranks.rank == 0:
+    launcher = psutil.Process(os.getppid())
+    places = {c.laddr.ip for one in [launcher, *launcher.children()] for c in one.net_connections() if c.status == "LISTEN"}
+    Path(sys.argv[1]).write_text(" ".join(sorted(places)))
+distributed.barrier()
+sys.exit(2 * ranks.rank)
+"""
+START = """
+import sys
+from src.engine.launch.torchrun import start_as_ranks
+from src.schema import ResolvedParallel
+sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1], sys.argv[2:]))
+"""
+
+
+@pytest.mark.processes
+def test_ranks_of_other_commands_listen_on_loopback_alone_and_tell_how_they_ended(train: Train, tmp_path: Path) -> None:
+    """evaluate.py and scripts/predict.py. What lies in the current folder is not imported meanwhile."""
+    (tmp_path / "started.py").write_text(STARTED)
+    (tmp_path / "start.py").write_text(START)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "json.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "started.py"), str(tmp_path / "places")]
+    environment = {**train.environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    assert (tmp_path / "places").read_text() == "127.0.0.1"
+    assert list(train.temporary.iterdir()) == []
 
 
 def test_tensorboard_as_we_say_to_start_it_listens_on_loopback(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
+from conftest import ROOT, resolved
 
+from src.engine.launch import supervisor
 from src.engine.machine.process import no_survivors
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -32,6 +36,37 @@ def _launch(answers: Any) -> None:
     answers.put([psutil.pid_exists(pid) for pid in (orphan, child)] + [spared.poll() is None])
     spared.kill()
     spared.wait()
+
+
+# A launcher that starts a rank and is gone before that has asked the kernel to die with it.
+LAUNCHER = """
+import os, subprocess, sys
+environment = {**os.environ, "RUN_LAUNCHER": str(os.getpid())}
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environment).pid, flush=True)
+os._exit(0)
+"""
+RANK = "import time; time.sleep(0.5); from src.engine.machine.process import die_with_parent; die_with_parent(); time.sleep(600)"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
+def test_a_rank_does_not_outlive_a_launcher_that_dies_while_it_starts() -> None:
+    command = [sys.executable, "-c", LAUNCHER, RANK]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    rank, until = psutil.Process(int(done.stdout)), time.monotonic() + 60
+    try:
+        while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    except psutil.NoSuchProcess:
+        return
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
+
+
+def test_ranks_are_told_who_has_started_them() -> None:
+    assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 
 @pytest.mark.processes

@@ -11,11 +11,11 @@ from typing import NoReturn
 def leave(code: int) -> NoReturn:
     """End this process. Whatever it had to write down is written.
 
-    A rank of NCCL's that has failed, or was stopped, goes at once after Python's own exit handlers: the destructors of its
-    communicators and of CUDA may wait for ranks that never answer, where no watchdog looks any more. Gloo's do not wait,
-    and ranks that end well have left their group before.
+    A rank that has failed, or was stopped, is still in its process group, and goes at once after Python's own exit
+    handlers. The destructors of NCCL's communicators and of CUDA may wait for ranks that never answer, where no watchdog
+    looks any more; and a thread that is inside torch's store while the interpreter shuts down would abort the process.
     """
-    if code and _is_in_group_of("nccl"):
+    if code and _is_in_group():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -23,7 +23,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _is_in_group_of(backend: str) -> bool:
-    """Whether this process is in a process group of torch's; one that never imported it is in none."""
+def _is_in_group() -> bool:
+    """True if this process is in a process group of torch's; one that never imported torch is in none."""
     dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized() and backend in dist.get_backend()
+    return dist is not None and dist.is_available() and dist.is_initialized()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from src.engine.launch.slurm import place_of_step
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Place, Ranks, host_name
@@ -165,8 +166,6 @@ def open_store(ranks: Ranks) -> Store:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
         assert store is not None
     else:
-        from src.engine.launch.slurm import place_of_step
-
         place, seconds = place_of_step(ranks.node, ranks.nodes), COMPOSE_TIMEOUT.total_seconds()
         each = Place(ranks.rank, ranks.world_size, place.address, place.port)  # a rank here is what a node is elsewhere
         store = _host_store(each)[0] if ranks.is_first else _join(each, seconds)

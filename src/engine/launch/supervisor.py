@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,11 +23,11 @@ from src.engine.config.compose import ROOT
 from src.engine.launch.rendezvous import Rendezvous, listen_towards, register_backend
 from src.engine.machine import hardware
 from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
-from src.engine.machine.process import SAFE_PATH, imports_without_collector, no_survivors, process_started_at
+from src.engine.machine.process import LAUNCHER, SAFE_PATH, imports_without_collector, no_survivors, process_started_at
 from src.engine.machine.ranks import Place
-from src.schema import ResolvedConfig
+from src.schema import ResolvedConfig, ResolvedParallel
 
-GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed
+GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed; torch's agent gives as many
 
 
 @dataclass
@@ -45,27 +46,30 @@ def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | Non
 
     `rendezvous`: with the other nodes; None where there are none.
     """
-    environment = _environment(config)
+    command = [sys.executable, *SAFE_PATH, "-m", "src.run", str(folder)]
     before = hardware.oom_kills()
     with no_survivors():
         if config.parallel.has_ranks:
-            ended = _run_agent(config, folder, environment, rendezvous)
+            ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:
-            ended = _run_child(folder, environment)
+            ended = _run_child(command, config.parallel)
     ended.oom_kills = hardware.oom_kills() - before
+    stops = {code - 128 for code in ended.exit_codes.values()}
+    if ended.signal is None and len(stops) == 1 and stops <= set(STOP_SIGNALS):
+        ended.signal = stops.pop()  # it has reached the ranks alone, or those of another node, and all have stopped
     return ended
 
 
-def worker_command(folder: Path) -> list[str]:
-    return [sys.executable, *SAFE_PATH, "-m", "src.run", str(folder)]
-
-
-def _environment(config: ResolvedConfig) -> dict[str, str]:
+def _environment(parallel: ResolvedParallel) -> dict[str, str]:
     """What ranks need before they import torch: thread pools read these once."""
-    path = with_project_on_path(os.environ)["PYTHONPATH"]
-    threads = str(config.parallel.threads_per_device)
-    started = str(process_started_at(os.getpid()))
-    variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path, "RUN_STARTED_AT": started}
+    threads = str(parallel.threads_per_device)
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONPATH": with_project_on_path(os.environ)["PYTHONPATH"],
+        "RUN_STARTED_AT": str(process_started_at(os.getpid())),
+        LAUNCHER: str(os.getpid()),
+    }
     return variables | ({"USE_LIBUV": "0"} if WINDOWS else {})  # torch's store there is built without it
 
 
@@ -75,59 +79,56 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(folder: Path, environment: dict[str, str]) -> Ended:
-    """One process, in our process group, so that a debugger in it has the terminal."""
+def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
+    """`command` as one process, in our process group, so that a debugger in it has the terminal."""
     ended = Ended(world_size=1)
-    child = subprocess.Popen(worker_command(folder), env={**os.environ, **environment})
+    child = subprocess.Popen(command, env={**os.environ, **_environment(parallel)})
+    at_last = threading.Timer(GRACE_SECONDS, child.kill)  # a wait that has begun cannot be given a limit any more
 
     def forward(number: int, frame: FrameType | None) -> None:
-        ended.signal = ended.signal or number
+        if ended.signal is None:
+            ended.signal = number
+            at_last.start()
         pass_on(number, child)
 
     with _signal_handlers(forward):
-        while True:
-            try:
-                code = child.wait(timeout=None if ended.signal is None else GRACE_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                child.kill()
+        code = child.wait()
+    at_last.cancel()
     if code != 0:
         ended.exit_codes[0] = code
     return ended
 
 
-def _run_agent(
-    config: ResolvedConfig, folder: Path, environment: dict[str, str], rendezvous: Rendezvous | None
+def run_agent(
+    command: list[str], parallel: ResolvedParallel, scratch: Path, rendezvous: Rendezvous | None = None
 ) -> Ended:
-    """All ranks of this machine under torch's elastic agent."""
+    """`command` as each rank of this node, under torch's elastic agent.
+
+    `scratch`: a folder to be made and removed; without one, every launch leaves a folder in the system's temporary one.
+    """
     with imports_without_collector():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    rendezvous = rendezvous or Rendezvous(Place(), config.parallel.start_timeout)
+    rendezvous = rendezvous or Rendezvous(Place(), parallel.start_timeout)  # a free port, whatever MASTER_PORT says
     place = rendezvous.place
     for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    scratch = folder / "logs" / ".agent"  # without log_dir every launch leaves a folder in the system's temp directory
     launch = LaunchConfig(
         min_nodes=place.nodes,
         max_nodes=place.nodes,
-        nproc_per_node=config.parallel.devices // place.nodes,
+        nproc_per_node=parallel.devices // place.nodes,
         run_id=rendezvous.get_run_id(),
-        rdzv_backend=register_backend(),  # a free port of this machine alone, also where MASTER_PORT is exported
+        rdzv_backend=register_backend(),
         rdzv_configs={"rendezvous": rendezvous},
-        max_restarts=config.parallel.max_restarts,  # the library's default is 3
+        max_restarts=parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS)))
     ended = Ended(world_size=launch.nproc_per_node if place.nodes == 1 else 0)
-    command = worker_command(folder)
-    with (
-        _signal_handlers(None),
-        _exported({**environment, **listen_towards(place.address)}),
-    ):  # the agent installs handlers of its own and leaves them behind
+    variables = _environment(parallel) | listen_towards(place.address)
+    with _signal_handlers(None), _exported(variables):  # the agent installs handlers of its own and leaves them behind
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:

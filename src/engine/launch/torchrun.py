@@ -5,29 +5,34 @@ Every rank composing for itself is what breaks folders and sweeps elsewhere: as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import psutil
 
 from src.engine.config.compose import read_frozen
+from src.engine.launch.failure import first_failure
+from src.engine.launch.job import conclude, prepare
 from src.engine.launch.nodes import all_facts, fit_to_nodes, own_facts, tell_facts
+from src.engine.launch.rank import RankMain, run_rank
 from src.engine.launch.rendezvous import listen_towards, open_store
-from src.engine.launch.supervisor import Ended
-from src.engine.machine import hardware
+from src.engine.launch.supervisor import Ended, run_agent
 from src.engine.machine.files import write_text
+from src.engine.machine.process import no_survivors
 from src.engine.machine.ranks import Ranks, host_name, machine_id
-from src.schema import ParallelConfig, ResolvedConfig
+from src.schema import ParallelConfig, ResolvedConfig, ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from src.engine.launch.rank import RankMain
 
 KEY = "run_folder"
 
@@ -43,8 +48,6 @@ def agree(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
 
 def lead(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
     """Rank 0: prepare the run folder, tell the others, and run. Returns the exit code."""
-    from src.engine.launch.job import prepare
-
     prepare(config, folder)
     _remember(folder, config)
     store = open_store(ranks)
@@ -54,29 +57,25 @@ def lead(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> i
 
 def _run_and_say(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
     """Run this rank; where it ends badly, do what launch/job.py does under python: the rank that failed first tells."""
-    from src.engine.launch.failure import first_failure
-    from src.engine.launch.job import conclude
-    from src.engine.launch.rank import run_rank
-
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 send their own output to their log
     if ranks.nodes > 1:
         os.environ.update(listen_towards(os.environ.get("MASTER_ADDR", "")))
 
-    def say_end(ended: Ended) -> int:
+    def report_end(ended: Ended) -> int:
         if ranks.node == 0:
             return conclude(config, folder, ended, console)
         if ranks.is_first_of_node:
             print(where_logs_are(ranks, folder), file=console, flush=True)
         return 1
 
-    code = run_rank(run, config, folder, ranks, store, lambda: say_end(Ended()))
+    code = run_rank(run, config, folder, ranks, store, lambda: report_end(Ended()))
     if code > 128 and ranks.is_first:
-        return say_end(Ended(signal=code - 128))
+        return report_end(Ended(signal=code - 128))
     if 0 < code < 128:
         time.sleep(1)  # for the records of ranks that fail at the same time
         own = first_failure(folder, Ended()).get("rank") == ranks.rank
         if own if ranks.nodes == 1 else ranks.is_first_of_node:
-            say_end(Ended())
+            report_end(Ended())
     return code
 
 
@@ -91,7 +90,8 @@ def refuse_followers(reason: str, ranks: Ranks) -> None:
         store = open_store(ranks)
         store.set(KEY, json.dumps({"refused": reason}))
         store.set(f"{KEY}/told/0", "")
-        store.wait([f"{KEY}/told/{rank}" for rank in range(ranks.world_size)], timedelta(seconds=10))
+        with suppress(RuntimeError):  # one is late: it finds no rank 0, and leaves
+            store.wait([f"{KEY}/told/{rank}" for rank in range(ranks.world_size)], timedelta(seconds=10))
 
 
 def follow(run: RankMain, ranks: Ranks) -> int:
@@ -140,25 +140,23 @@ def _note(config: ResolvedConfig) -> Path:
 def _refuse_elastic_nodes() -> None:
     """`torchrun --nnodes 1:2` starts the ranks again when a node comes or goes, and counts no restart: two attempts
     would meet under the same keys."""
-    words = _launcher()
-    given = [word.partition("=")[2] or words[index + 1] for index, word in enumerate(words[:-1]) if _is_nnodes(word)]
-    nnodes = given[-1] if given else os.environ.get("PET_NNODES", "1")
+    nnodes = os.environ.get("PET_NNODES", "1")
+    for argument, following in itertools.pairwise([*_torchrun_arguments(), ""]):
+        option, _, value = argument.partition("=")
+        if option in ("--nnodes", "-nnodes"):
+            nnodes = value or following
     least, _, most = nnodes.partition(":")
     if most and most != least:
         raise ValueError(f"--nnodes={nnodes}: a run has one number of nodes; give torchrun --nnodes={most}")
 
 
-def _is_nnodes(word: str) -> bool:
-    return word.lstrip("-").partition("=")[0] == "nnodes" and word.startswith("-")
-
-
-def _launcher() -> list[str]:
-    """The command line of torchrun, up to train.py; empty where it is not known."""
+def _torchrun_arguments() -> list[str]:
+    """Those before train.py; empty where they are not known."""
     try:
-        words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else []
+        arguments = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else []
     except psutil.Error:
         return []
-    return words[: next((index for index, word in enumerate(words) if word.endswith("train.py")), len(words))]
+    return list(itertools.takewhile(lambda argument: not argument.endswith("train.py"), arguments))
 
 
 def _advise_on_signals() -> None:
@@ -172,12 +170,13 @@ def _advise_on_signals() -> None:
         )
 
 
-def start_again_as_ranks(devices: int | str, script: str, words: list[str]) -> NoReturn:
-    """For commands beside train.py: become torchrun on `script words`, with one rank per device.
-
-    `devices=auto`: all CUDA devices, else 2 where there are as many cores.
-    """
-    count = len(hardware.visible_cuda_devices()) or min(2, hardware.cores()) if devices == "auto" else int(devices)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # until the strategy sets it; torchrun would warn of it
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    os.execv(sys.executable, [sys.executable, *torchrun, script, *words])
+def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
+    """For commands beside train.py: run `script` once per device of this machine, as ranks. Returns the exit code."""
+    with no_survivors(), tempfile.TemporaryDirectory() as scratch:
+        ended = run_agent([sys.executable, script, *arguments], parallel, Path(scratch) / "agent")
+    for rank, code in ended.exit_codes.items():
+        if code < 0 and code != -signal.SIGTERM:  # what else has gone wrong, the rank has said
+            print(f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    if ended.signal is not None:
+        return 128 + ended.signal
+    return max((code if code > 0 else 128 - code for code in ended.exit_codes.values()), default=0)

@@ -15,16 +15,20 @@ import psutil
 
 # Without it `python -m` imports from the current folder first, where anybody's json.py may lie.
 SAFE_PATH = ("-P",)
+LAUNCHER = "RUN_LAUNCHER"  # variable of a rank: the pid of the process that has started it
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of a launcher leaves nothing behind."""
+    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of a launcher leaves nothing behind.
+
+    A launcher gives its pid to its ranks, because it may die before they ask.
+    """
     if sys.platform != "linux":
         return
     import ctypes
 
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    parent = os.getppid()
+    parent = int(os.environ.pop(LAUNCHER, os.getppid()))  # taken out: what a rank starts has another parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
