@@ -261,13 +261,13 @@ def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.Monkey
     ]
 
     def scontrol(*words: str) -> str:
-        assert words[:3] == ("show", "job", "7")
+        assert words[:4] == ("scontrol", "show", "job", "7")
         said = looks.pop(0)
         if said is None:
             raise ValueError("Unable to contact slurm controller")
         return said
 
-    monkeypatch.setattr(slurm, "_scontrol", scontrol)
+    monkeypatch.setattr(slurm, "_output", scontrol)
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
     assert slurm.wait_for("7") == 128 + 15
     assert looks == []
@@ -295,7 +295,7 @@ def test_a_folder_whose_job_may_be_in_the_queue_is_left_alone(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / slurm.JOB_ID).write_text("7\n")
     if queued is ValueError:
-        with pytest.raises(ValueError, match="belongs to job 7, and squeue cannot tell"):
+        with pytest.raises(ValueError, match="belongs to job 7, whose state is unknown: squeue"):
             slurm.queued_job(tmp_path)
     else:
         assert slurm.queued_job(tmp_path) == queued
@@ -315,7 +315,7 @@ def test_the_first_node_must_have_an_address_that_leads_there(monkeypatch: pytes
     for name, value in {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     answers = {"hostnames": "a1\na2\n", "node": "NodeName=a1 Arch=x NodeAddr=somewhere NodeHostName=a1"}
-    monkeypatch.setattr(slurm, "_scontrol", lambda *words: answers[words[1]])
+    monkeypatch.setattr(slurm, "_output", lambda *words: answers[words[2]])
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: {"somewhere": "10.0.0.7"}[name])
     assert slurm.place_of_step(1, 2).address == "10.0.0.7"
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: "127.0.1.1")

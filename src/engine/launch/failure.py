@@ -35,7 +35,7 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: 
         status, reason = "refused", text
     elif kind == "NotFiniteError":
         status, reason = "not_finite", text
-    elif kind in ("OutOfMemoryError", "MemoryError") or any(words in text.lower() for words in NO_MEMORY):
+    elif kind in ("OutOfMemoryError", "MemoryError") or any(phrase in text.lower() for phrase in NO_MEMORY):
         status, reason = "out_of_memory", _out_of_memory(text, config, ranks)
     elif NOT_DETERMINISTIC in text:
         named = text.partition(NOT_DETERMINISTIC)[0].split()[-1]

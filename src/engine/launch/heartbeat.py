@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +58,7 @@ class Heartbeats:
     store: Store | None
     folder: Path
     ticks: int = 0
-    alarm: bool = False  # a rank has fallen silent
+    alarm: bool = False  # a rank has made no progress for too long
     failed: bool = False  # a rank has said that it has failed
     gone: bool = False  # the store has closed, and with it node 0's launcher
     is_leaving: bool = False  # this rank has failed itself, and ends by itself
@@ -99,7 +98,7 @@ class Heartbeats:
     def peer_has_left(self) -> bool:
         """True if a rank has failed, or is silent: then no collective ends any more, and no rank can save.
 
-        To be asked again and again: what counts is how long a rank has been silent since it was first asked.
+        To be called again and again: a rank's silence counts from the first call.
         """
         if self.store is None or self.failed or self.gone:
             return self.failed or self.gone
@@ -218,7 +217,9 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
             own.set(f"failure/{record['rank']}", json.dumps(record))
             own.set("failed", "")
 
-    _within(TOLD, tell)
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(timeout=TOLD)  # a call of a store behind a cut link does not return
 
 
 def fetch_failures(store: Store, folder: Path, ranks: Ranks) -> None:
@@ -226,10 +227,3 @@ def fetch_failures(store: Store, folder: Path, ranks: Ranks) -> None:
     for rank in range(ranks.world_size):
         if store.check([f"failure/{rank}"]) and not failure_file(folder, rank).exists():
             write_failure(folder, json.loads(store.get(f"failure/{rank}")))
-
-
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """A call of a store behind a cut link does not return; this does."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(timeout=seconds)

@@ -123,7 +123,7 @@ def _name(config: Config, folder: Path) -> str:
 
 
 def _bytes(memory: str | None) -> str | None:
-    """Slurm's `64G` in Kubernetes' words: a plain number is MiB there."""
+    """Slurm's `64G` as Kubernetes writes it; a plain number is MiB to Slurm."""
     return None if memory is None else f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"
 
 

@@ -1,4 +1,4 @@
-"""`resume=<run folder>|auto`: which folder goes on, with which settings, and whether it may."""
+"""`resume=<run folder>|auto`: which run goes on, with which settings, and what is refused."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def with_saved_overrides(arguments: Any) -> Any:
 
 
 def _still_meant(saved: list[str], given: list[str]) -> list[str]:
-    """The saved words without those that another strategy, given now, has no place for; nobody asks for them any more."""
-    now = [word.partition("=")[2] for word in given if word.partition("=")[0] in ("parallel", "parallel.strategy")]
+    """The saved overrides without the options that another strategy, given now, does not have."""
+    now = [item.partition("=")[2] for item in given if item.partition("=")[0] in ("parallel", "parallel.strategy")]
     foreign = {"resume", *(f"cluster.{key}" for key in CODE)}  # code is taken from this command alone
     if now and now[-1] != "auto":
         options = {"dp": DP_ONLY, "ddp": (*DDP_ONLY, "max_restarts")}
         foreign |= {f"parallel.{key}" for owner, keys in options.items() if owner != now[-1] for key in keys}
     if now and now[-1] == "single":
         foreign |= {f"parallel.{key}" for key in ("devices", "device_ids", "output_device")}
-    return [word for word in saved if word.partition("=")[0] not in foreign]
+    return [item for item in saved if item.partition("=")[0] not in foreign]
 
 
 def folder_to_resume(config: ResolvedConfig) -> Path | None:

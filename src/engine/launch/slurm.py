@@ -95,24 +95,19 @@ def queued_job(folder: Path) -> str | None:
     if not (folder / JOB_ID).exists() or shutil.which("squeue") is None:
         return None
     job = (folder / JOB_ID).read_text(encoding="utf-8").strip()
-    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:  # that is one which Slurm has forgotten
-        raise ValueError(
-            f"{folder}: belongs to job {job}, and squeue cannot tell its state: {' '.join(done.stderr.split())}"
-        )
-    return job if done.stdout.strip() else None
+    try:
+        return job if _output("squeue", "--noheader", f"--jobs={job}").strip() else None
+    except ValueError as error:
+        if "Invalid job id" in str(error):  # Slurm has forgotten it
+            return None
+        raise ValueError(f"{folder}: belongs to job {job}, whose state is unknown: {error}") from None
 
 
 def jobs_in_queue() -> dict[str, str]:
     """This user's jobs that wait or run: the path of the script of each -> its id. ValueError: Slurm does not answer."""
-    command = ["squeue", "--me", "--noheader", "--format=%i %o"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except subprocess.TimeoutExpired:
-        raise ValueError("squeue: no answer for a minute") from None
-    if done.returncode != 0:
-        raise ValueError(f"squeue: {' '.join(done.stderr.split())}")
-    pairs = (line.strip().partition(" ") for line in done.stdout.splitlines())
+    pairs = (
+        line.strip().partition(" ") for line in _output("squeue", "--me", "--noheader", "--format=%i %o").splitlines()
+    )
     return {script: job for job, _, script in pairs}
 
 
@@ -193,7 +188,7 @@ fi
 
 def place_of_step(node: int, nodes: int) -> Place:
     """Where the tasks of this job step meet: the NodeAddr of its first node, as Slurm itself reaches it."""
-    names = _scontrol("show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
+    names = _output("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     address = _facts("node", names[0])[0].get("NodeAddr", names[0])
     try:
         found = ipaddress.ip_address(socket.gethostbyname(address))
@@ -234,14 +229,18 @@ def _exit_code(task: dict[str, str]) -> int:
 
 def _facts(kind: str, name: str) -> list[dict[str, str]]:
     """What `scontrol show` tells of a node or job: key -> value, for each task where the job is an array."""
-    lines = _scontrol("show", kind, name, "--oneliner").splitlines()
+    lines = _output("scontrol", "show", kind, name, "--oneliner").splitlines()
     return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line.strip()]
 
 
-def _scontrol(*words: str) -> str:
-    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+def _output(*command: str) -> str:
+    """What a command of Slurm's prints. ValueError: it fails, or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{command[0]}: no answer for {PATIENCE_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        raise ValueError(f"scontrol {shlex.join(words)}: {' '.join((done.stderr or done.stdout).split())}")
+        raise ValueError(f"{shlex.join(command)}: {' '.join((done.stderr or done.stdout).split())}")
     return done.stdout
 
 

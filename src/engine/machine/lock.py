@@ -15,12 +15,12 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
-PATIENCE_SECONDS = 0.2  # who asks whether a folder is owned holds its lock for a moment
+PATIENCE_SECONDS = 0.2  # is_owned, in another process, holds the lock for a moment
 
 
 @contextmanager
 def own(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold `folder` while the block runs; refused with the owner's pid and host when somebody else holds it."""
+    """Hold `folder` while the block runs. ValueError, with the owner's pid and host, where another process holds it."""
     descriptor = _take(folder / NAME, patience)
     try:
         yield
@@ -66,15 +66,9 @@ def _take(path: Path, patience: float) -> int | None:
             os.close(descriptor)
             log.warning("%s: this file system has no locks (%s); do not start a second run here", path.parent, error)
             return None
-        if _is_same_file(descriptor, path):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode())
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode())
+                return descriptor
         os.close(descriptor)  # its owner removed it between our open and our lock
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
