@@ -103,6 +103,7 @@ def test_a_signal_to_torchrun_leaves_nothing(train: Train, number: int) -> None:
     done = running.signal(number)
     assert done.returncode != 0
     assert done.result["status"] == "interrupted", done.output
+    assert f"resume={done.folder}" in done.stderr
     assert train.left_after(10) == []
 
 

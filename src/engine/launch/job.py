@@ -55,7 +55,7 @@ def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO
         record_end(config, folder, "interrupted", f"stopped by {name}")
         saved = any((folder / "checkpoints").glob("*.pt"))
         again = f"Go on with: python train.py {shlex.quote(f'resume={folder}')}" if saved else ""
-        print(f"Stopped by {name}. {again}", file=console)
+        print(f"Stopped by {name}. {again}", file=console, flush=True)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
     record_end(config, folder, failure.get("status", "failed"), failure["reason"], failure)

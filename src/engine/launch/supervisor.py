@@ -86,8 +86,8 @@ def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
     at_last = threading.Timer(GRACE_SECONDS, child.kill)  # a wait that has begun cannot be given a limit any more
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if ended.signal is None:
-            ended.signal = number
+        ended.signal = ended.signal or number
+        if number != signal.SIGINT and at_last.ident is None:  # after Ctrl-C a person may be at a debugger's prompt
             at_last.start()
         pass_on(number, child)
 
