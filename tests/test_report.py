@@ -138,6 +138,17 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
         {"throughput": {"images_per_sec": "fast"}, "memory": [{"device": 0}], "proof": None, "data_wait": None},
         {"throughput": [], "step": "x", "ranks": [1, {"rank": 0}, {"data_ms": "a"}], "flags": "busy", "hosts": "a"},
         {"throughput": None, "step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
+        {"throughput": None, "reason": ["x"], "ranks": [{"rank": [0], "host": {}, "data_ms": 1.0, "compute_ms": 2.0}]},
+        {"throughput": None, "proof": {"indices_seen": [1], "indices_distinct": {}, "files_per_rank": {"1": "x"}}},
+        {
+            "throughput": None,
+            "proof": {"indices_seen": [1], "indices_distinct": 1, "indices_expected": 1, "optimizers": []},
+        },
+        {
+            "throughput": None,
+            "proof": {"chunk_sizes": [[1], "x"], "optimizer_state_bytes": ["x"]},
+            "memory": [{"device": []}],
+        },
         {"throughput": None, "world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
     ],
 )

@@ -28,14 +28,14 @@ def replicas_stay_equal(e: Evidence) -> Ruling:
 
 
 def shares_are_disjoint(e: Evidence) -> Ruling:
-    def counts(run: RunRecord) -> list[int | None]:
-        return [run.proof(f"indices_{what}") for what in ("seen", "distinct", "expected")]
+    def counts(run: RunRecord) -> list[float | None]:
+        return [run.number("proof", f"indices_{what}") for what in ("seen", "distinct", "expected")]
 
     return e.in_every_run(
         "ddp",
         "every index of the epoch read by exactly one rank",
         lambda run: None if None in counts(run) else len(set(counts(run))) == 1,
-        lambda run: "{} read, {} distinct, {} expected".format(*counts(run)),
+        lambda run: "{:,.0f} read, {:,.0f} distinct, {:,.0f} expected".format(*counts(run)),
     )
 
 
@@ -197,7 +197,7 @@ def correct(e: Evidence) -> list[Correction]:
     even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
     centre = f"under ddp the largest peak memory is at most {max(even):.2f} of the devices' mean" if even else ""
     ranks = sorted({run.devices for run in ddp if run.nodes == 1})
-    machines = f"{listing(map(str, ranks))} ranks on one machine" if ranks else ""
+    machines = f"runs of {', '.join(map(str, ranks))} ranks on one machine" if ranks else ""
     peaks = "" if e.on_cpu else measured.peaks(e, "dp")
     chunks = listing(f"{r.chunk_sizes} on {r.devices} devices" for r in dp if len(set(r.chunk_sizes)) > 1)
     gloo = {str(r.environment.get("platform") or "") for r in ddp if r.result.get("backend") == "gloo"}

@@ -23,14 +23,10 @@ def ddp_is_faster(e: Evidence) -> Ruling:
     ruling = weigh(found, "the images/s of dp")
     if ruling.verdict != HOLDS:
         return ruling
-    alike: dict[tuple[Group, str], list[Stated]] = {}
-    for stated in found:
-        alike.setdefault((stated.group, stated.a.options), []).append(stated)
-    growth = {
-        _is_below(own[0].contrast, own[-1].contrast)  # from few to many devices
-        for own in alike.values()
-        if own[0].a.devices < own[-1].a.devices
-    }
+    growth = set()
+    for group in e.groups:  # of several options on as many devices the plainest
+        plain = [s.contrast for s in found if s.group is group and s.a is group.at("ddp", s.a.devices)]
+        growth |= {_is_below(plain[0], plain[-1])} if len(plain) > 1 else set()  # from few to many devices
     if FAILS in growth:
         return replace(ruling, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
     shown = growth == {HOLDS}

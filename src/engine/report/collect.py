@@ -65,7 +65,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         name=folder.name if name == "." else name,
         folder=folder,
         status=status,
-        reason=" ".join(reason.split()),
+        reason=" ".join(str(reason).split()),
         sweep=sweep,
         block=job.block if job else 0,
         position=job.position if job else None,

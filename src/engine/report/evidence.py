@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from src.engine.report.comparison import Group, MeasuredPoint
 from src.engine.report.measured import RunRecord
@@ -62,8 +64,13 @@ class Evidence:
             if (a.strategy, b.strategy) == (strategy, over) and a.devices > 1 and c.ratio is not None
         ]
 
+    @cached_property
+    def _labels(self) -> Counter[str]:
+        return Counter(point.label for group in self.groups for point in group.points)
+
     def place(self, group: Group, point: MeasuredPoint) -> str:
-        return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
+        """Its label, and its group's title where several groups have such a point."""
+        return point.label if self._labels[point.label] == 1 else f"{point.label} ({group.title})"
 
     def in_every_run(
         self,

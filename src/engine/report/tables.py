@@ -131,9 +131,7 @@ def _notes(group: Group) -> list[str]:
     if group.single is None:
         notes.append("No run of single on 1 device has finished here, so there is no ratio to it and no efficiency.")
     if any(point.stand_in for point in group.points):
-        notes.append(
-            "* dp on CPU: its devices are threads on CPU cores. Its speed says nothing about GPUs: not compared."
-        )
+        notes.append("* Its devices are threads on CPU: its speed says nothing about GPUs and is not compared.")
     for threads, cores in sorted({point.needless_threads for point in group.points if point.needless_threads}):
         notes.append(f"† {threads} threads on {cores} cores.")
     if not all(map(group.same_threads, group.points)):
