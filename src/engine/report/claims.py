@@ -35,7 +35,7 @@ def shares_are_disjoint(e: Evidence) -> Ruling:
         "ddp",
         "every index of the epoch read by exactly one rank",
         lambda run: None if None in counts(run) else len(set(counts(run))) == 1,
-        lambda run: "{:,.0f} read, {:,.0f} distinct, {:,.0f} expected".format(*counts(run)),
+        lambda run: "{} read, {} distinct, {} expected".format(*(f"{n:,.0f}" for n in counts(run) if n is not None)),
     )
 
 

@@ -187,7 +187,9 @@ def _paint_order(axes: Axes, frame: pd.DataFrame) -> None:
         marker, colour = LOOKS.get(str(strategy), OTHER)
         axes.plot(runs.index + 1, runs["relative"], marker, color=colour, markersize=4.5, label=strategy)
     _ring(axes, frame.set_index(frame.index + 1)[frame["flagged"].to_numpy()]["relative"])
-    axes.set_ylim(min(0.9, frame["relative"].min() - 0.02), max(1.1, frame["relative"].max() + 0.02))
+    low, high = frame["relative"].min(), frame["relative"].max()
+    room = 0.02 + 0.06 * (high - low)  # for the marks
+    axes.set_ylim(min(0.9, low - room), max(1.1, high + room))
     axes.set(xlabel="run, in the order they ran", ylabel="images/s over its point's median")
 
 
