@@ -35,7 +35,7 @@ from src.training.loop import train_epoch
 
 # In running text a command is what begins with one of these.
 IN_TEXT = re.compile(
-    r"(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scripts/\S+\.sh) \S"
+    r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scancel|scripts/\S+\.sh) \S"
 )
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
 SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)")
@@ -64,6 +64,9 @@ ELSEWHERE = {
     r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_a_job_on_two_nodes_has_the_numbers_of_one_machine",
     r"python train\.py cluster=slurm": "test_a_job_s_file_says_what_was_asked_and_is_left_for_you",
     r"scripts/slurm/dev_cluster\.sh": "cluster",
+    r"scancel --signal": "test_two_jobs_go_on_in_their_own_folders_whatever_happens_to_them",
+    r"scancel <job>": "test_scancel_leaves_nothing_and_a_refused_job_no_folder",
+    r"PYTHONPATH=\S+ python tests/test_report_simulation": "test_the_whole_simulation_keeps_its_promises",
     r"(python train\.py cluster=|)kubernetes": "test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained",
     r"torchrun (--nnodes|…)": "test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one",
 }
