@@ -209,15 +209,19 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float | str]]:
     """command -> what its steps came to. All that were asked for are taken in one go, and what is the same step, once."""
     chosen = {item.callspec.params.get("command") for item in request.session.items if hasattr(item, "callspec")}
-    of_command = {
-        command: [small(config, photos) for config in configs_of(command)] for command in TRAININGS if command in chosen
-    }
+    of_command: dict[str, list[ResolvedConfig]] = {}
+    refused: dict[str, list[float | str]] = {}
+    for command in (command for command in TRAININGS if command in chosen):
+        try:
+            of_command[command] = [small(config, photos) for config in configs_of(command)]
+        except ValueError as error:
+            refused[command] = [str(error)]
     distinct = {str(config): config for configs in of_command.values() for config in configs}
     found: dict[str, float | str] = {}
     for world in (1, 2):
         own = {name: c for name, c in distinct.items() if world == (c.parallel.devices if c.parallel.has_ranks else 1)}
         found |= in_ranks(take_steps, world, own)[0]
-    return {command: [found[str(config)] for config in configs] for command, configs in of_command.items()}
+    return refused | {command: [found[str(config)] for config in configs] for command, configs in of_command.items()}
 
 
 @pytest.mark.processes
