@@ -59,6 +59,14 @@ def test_more_threads_than_cores_are_marked(tmp_path: Path) -> None:
     assert "ddp × 2 †" not in html
 
 
+def test_threads_are_held_against_the_cores_of_their_own_node(tmp_path: Path) -> None:
+    """Two nodes of two cores: four devices of a thread each have a core each."""
+    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
+    sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
+    html, _, plain = read(sweep.write())
+    assert [point["needless_threads"] for point in plain["points"]] == [None, None] and "†" not in html
+
+
 def test_strong_and_weak_scaling_share_no_table(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for devices, speed in ((1, 1000), (2, 1980)):

@@ -126,8 +126,9 @@ class Group:
             if (own := run.measure("images_per_sec")) is not None
         ]
         frame = pd.DataFrame(found, columns=[*columns, "images_per_sec", "relative", "flagged"])
-        whole = frame.astype({"position": "Int64", "block": "Int64"})
-        return whole.sort_values(["sweep", "position"], ignore_index=True)
+        return frame.astype({"position": "Int64", "block": "Int64"}).sort_values(
+            ["sweep", "position"], ignore_index=True
+        )
 
     @property
     def disturbed(self) -> bool:

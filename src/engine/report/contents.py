@@ -19,6 +19,9 @@ from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
 
 FORMAT = 2  # of report.json, which docs/report.md describes
+_OF_A_RUN = ("status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours")
+_OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+_OF_A_POINT = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,9 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "smallest_difference": report.smallest_difference,
         "lead": leads[0] if leads else None,
         "leads": leads,
-        "groups": [_plain_group(group) for group in report.groups],
+        "groups": [
+            {**_pick(group, *_OF_A_GROUP), "points": [point.label for point in group.points]} for group in report.groups
+        ],
         "points": [_plain_point(group, point) for group in report.groups for point in group.points],
         "contrasts": [
             {**_place(group), "measure": measure, **dataclasses.asdict(contrast)}
@@ -111,9 +116,7 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
         "compared": run.comparable,
         "hardware": hardware(run) if run.environment else "",
         "host": " ".join(run.hosts),
-        **_pick(
-            run, "status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours"
-        ),
+        **_pick(run, *_OF_A_RUN),
         **{name: run.integer(name) for name in ("world_size", "batch_size", "threads_per_device")},
         "precision": run.config.get("train.precision"),
         "batch_size_per_device": run.config.get("data.batch_size_per_device"),
@@ -133,16 +136,10 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
     }
 
 
-def _plain_group(group: Group) -> dict[str, Any]:
-    named = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
-    return {**_pick(group, *named), "points": [point.label for point in group.points]}
-
-
 def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
-    named = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
     return {
         **_place(group),
-        **_pick(point, *named),
+        **_pick(point, *_OF_A_POINT),
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_single(point)),
         "efficiency": group.efficiency(point),

@@ -116,8 +116,7 @@ class RunRecord:
     @property
     def accuracy(self) -> float | None:
         """None unless it was trained to its end: after the few steps of a benchmark it says nothing."""
-        trained = bool(self.config) and self.config.get("train.max_steps") is None
-        return self.number("val", "acc") if trained else None
+        return self.number("val", "acc") if self.config and self.config.get("train.max_steps") is None else None
 
     @property
     def memory(self) -> list[dict[str, Any]]:
@@ -158,9 +157,9 @@ class RunRecord:
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
-        """(threads asked for, cores) of a CPU run that wants more threads than there are cores."""
+        """(threads asked for, cores) of a CPU run that wants more threads on a node than this has cores."""
         cores = as_number(below(self.environment, "cpu", "cores"))
-        threads = self.devices * (self.integer("threads_per_device") or 1)
+        threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
 
     def measure(self, name: str) -> float | None:
