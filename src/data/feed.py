@@ -14,7 +14,8 @@ from src.data.augment import Preprocessing
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
 
-# Values of a batch. Smaller ones are malloc's, which keeps them: looking for a free block takes 40 us with cold caches.
+# Batches of at least so many values get memory of their own. malloc keeps that of smaller ones, and finds it faster: looking
+# for a free block takes 40 us with cold caches.
 LARGE = 2**20
 
 

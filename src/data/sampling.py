@@ -1,4 +1,4 @@
-"""Who reads which index, and the seeds of random draws: functions of what they are for, and of no rank or earlier draw.
+"""Which rank reads which index, and the seeds of random draws: both follow from their arguments, never from earlier draws.
 
 Step n sees the same set of images on any number of ranks.
 """

@@ -4,7 +4,7 @@ Two layouts: class folders (`cat/1.jpg`; in a tar without folders the tar's own 
 which an image and its label share a name (`000123.jpg`, `000123.cls`).
 
 timm's own readers are not used: the one for tars unpickles a cache that lies beside the data, the one for webdataset is a
-stream, in which no image has a number, so that no epoch could be told from another or gone on with in its middle.
+stream, in which no image has a number: a run could neither divide it exactly among ranks nor go on in the middle of an epoch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Crowding(threading.Thread):
     def __init__(
         self, threads: int, waited: Callable[[], float] = seconds_waited, look_seconds: float = LOOK_SECONDS
     ) -> None:
-        """`threads`: of a team, as torch was told."""
+        """`threads`: of a team, as given to torch.set_num_threads."""
         super().__init__(name="crowding", daemon=True)
         self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1  # more threads than cores, with our own
         self.idle: list[IdleTeam] = []

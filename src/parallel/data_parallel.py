@@ -87,7 +87,7 @@ class DataParallelStrategy(Single):
         return accumulate * (out + back), accumulate * max(out, back)
 
     def share_elsewhere(self, batch_size: int, device: torch.device) -> float:
-        """Which share of a batch is worked on by replicas that are not on `device`. On a CPU the first replica's is `device`."""
+        """The share of a batch that goes to replicas on other devices than `device`; on a CPU, to all but the first replica."""
         chunks = self.chunk_sizes(batch_size)
         places = self.devices if self.device.type == "cuda" else [self.device, *[None] * len(chunks)]
         return sum(size for size, place in zip(chunks, places, strict=False) if place != device) / batch_size

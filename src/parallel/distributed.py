@@ -28,7 +28,7 @@ OPTIONS = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "grad
 
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:
-    """Then rank 0's need not be sent to all in every step: training does not read them, and evaluation shares them first."""
+    """True if rank 0's need not be sent in every step: training does not read BatchNorm's, and evaluation shares them first."""
     having = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
     return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in having)
 

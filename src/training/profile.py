@@ -31,7 +31,7 @@ OPERATIONS_TOLD, OPERATIONS_WRITTEN = 10, 50
 
 
 class ProfiledMoments(Moments):
-    """Tells every moment also to a recording of the first `untimed` steps, and then to the split of all others.
+    """Reports every moment also to the profiler, in the first `untimed` steps, and later to the split of a step into parts.
 
     The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and loss, and apart from it
     what the strategy names (dp: scatter, replicate, gather); `backward` with the communication that it waits for;
@@ -147,7 +147,7 @@ class Split:
 
 
 class Recording:
-    """torch.profiler over `steps` steps, one more before them for it to start in; parts are ranges in the trace."""
+    """torch.profiler over `steps` steps, after one more in which it starts; parts are ranges in the trace."""
 
     def __init__(self, device: torch.device, steps: int, starts_after: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells the console that it has found no GPU
