@@ -84,6 +84,14 @@ def test_counts_are_those_of_the_loaders_and_processes(two_ranks: tuple[dict[str
     assert proof["optimizers"] == 2
 
 
+def test_what_fills_no_step_is_dropped_and_counted_as_such(tmp_path: Path) -> None:
+    """Six batches, four to a step."""
+    result = in_ranks(trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1")[0]
+    proof = result["proof"]
+    assert [proof[f"indices_{what}"] for what in ("seen", "distinct", "expected")] == [128] * 3
+    assert (result["steps"], result["samples_seen"], result["dropped_per_epoch"]) == (1, 128, 64)
+
+
 def read_twice(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
     """As `trained`, with a sampler that gives rank 1 the share of rank 0."""
     from src.data.sampling import TrainRequests

@@ -44,7 +44,8 @@ class TrainRequests(DistributedSampler[Any]):
     epoch that can be entered at any batch, and the tail dropped.
 
     Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches of size B/w together
-    are the n-th global batch of size B. What does not fill a global batch is dropped, on all ranks alike.
+    are the n-th global batch of size B. What does not fill an optimizer step, which takes `accumulate` of these, is
+    dropped, on all ranks alike.
 
     With `copies` c (repeated augmentation, Hoffer et al. 2020, arXiv:1901.09335) an epoch is as long, of a c-th of the
     images; copy k of image i is the index i + k x num_images, so that each has draws of its own, and copies are
@@ -52,16 +53,27 @@ class TrainRequests(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, num_images: int, batch_size: int, rank: int, world_size: int, seed: int, copies: int = 1
+        self,
+        num_images: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        copies: int = 1,
+        accumulate: int = 1,
     ) -> None:
         """`batch_size` is the global one."""
         if num_images < batch_size:
             raise ValueError(
                 f"data.batch_size={batch_size}: larger than the training split ({num_images} images); use at most that"
             )
+        batches = num_images // batch_size
+        if batches < accumulate:
+            raise ValueError(f"train.accumulate={accumulate}: an epoch has only {batches} batches")
         super().__init__(range(num_images), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.num_images, self.batch_size, self.copies = num_images, batch_size, copies
-        self.batches_per_epoch, self.dropped = divmod(num_images, batch_size)
+        self.batches_per_epoch = batches // accumulate * accumulate
+        self.dropped = num_images - self.batches_per_epoch * batch_size
         self.first_batch = 0
 
     def start_at(self, epoch: int, first_batch: int = 0) -> None:

@@ -160,6 +160,7 @@ def _build_train(
         strategy.world_size,
         config.seed,
         config.data.augment.aug_repeats,
+        config.train.accumulate,
     )
     reader = Reader(
         split,

@@ -118,7 +118,7 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
 def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
-    requests = TrainRequests(size, batch, 0, devices if config.parallel.strategy == "ddp" else 1, config.seed)
+    requests = TrainRequests(size, batch, 0, 1, config.seed, accumulate=train.accumulate)
     steps_per_epoch, steps = count_steps(train, requests.batches_per_epoch)
     chunk = math.ceil(batch / devices)
     side = config.data.image_size or images.image_size

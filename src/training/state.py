@@ -74,10 +74,8 @@ class Progress:
 
 
 def count_steps(train: TrainConfig, batches_per_epoch: int) -> tuple[int, int]:
-    """(optimizer steps per epoch, those of the whole training). Each takes `train.accumulate` batches; the rest is dropped."""
+    """(optimizer steps per epoch, those of the whole training)."""
     per_epoch = batches_per_epoch // train.accumulate
-    if per_epoch == 0:
-        raise ValueError(f"train.accumulate={train.accumulate}: an epoch has only {batches_per_epoch} batches")
     return per_epoch, min(train.epochs * per_epoch, train.max_steps or sys.maxsize)
 
 

@@ -70,7 +70,7 @@ class Result:
     steps: int = 0
     epochs: float = 0
     samples_seen: int = 0
-    dropped_per_epoch: int | None = None  # tail of the shuffled epoch that fills no global batch
+    dropped_per_epoch: int | None = None  # tail of the shuffled epoch that fills no optimizer step
     skipped: dict[str, int] = field(default_factory=dict)  # unreadable images by split, with data.on_error=skip
     train: dict[str, Any] = field(default_factory=dict)
     val: dict[str, Any] = field(default_factory=dict)
