@@ -15,10 +15,12 @@ import torch
 from conftest import in_ranks, resolved
 from torch import nn
 
+from src.data.datasets import build_images
 from src.engine.machine.ranks import Ranks
+from src.models.build import preprocessing_for
 from src.parallel import build_strategy
 from src.run.build import build
-from src.schema import ResolvedConfig
+from src.schema import DataConfig, ResolvedConfig
 from src.training.loop import train_epoch
 
 SMALL_SWIN = (
@@ -296,3 +298,12 @@ def test_a_fault_inside_a_class_of_your_own_keeps_its_traceback(
     with pytest.raises(type(fault)) as raised:
         build(config, strategy, 1)
     assert raised.value is fault
+
+
+def test_images_in_memory_have_one_size() -> None:
+    """Of a dataset of your own, whose kind is not known before it is built."""
+    images = build_images(DataConfig())
+    with pytest.raises(
+        ValueError, match=r"data\.eval_image_size=16: the images of src\.data\.mine\.Mine have one size"
+    ):
+        preprocessing_for(nn.Identity(), DataConfig(name="src.data.mine.Mine", eval_image_size=16), images)

@@ -120,6 +120,8 @@ def check_image_size(model: nn.Module, preprocessing: Preprocessing, num_classes
 
 def preprocessing_for(model: nn.Module, config: DataConfig, images: Images) -> Preprocessing:
     """What is given in the config, else the data's own, else what the model was made with, else timm's defaults."""
+    if config.eval_image_size is not None and isinstance(images.val, InMemory):
+        raise ValueError(f"data.eval_image_size={config.eval_image_size}: the images of {config.name} have one size")
     made_with = resolve_model_data_config(model)
     channels = images.in_chans
     sides = config.eval_image_size or config.image_size or images.image_size
