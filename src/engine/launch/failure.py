@@ -121,7 +121,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def failure_text(failure: dict[str, Any]) -> str:
-    """What a tired person needs: who failed first, why, where the log is."""
+    """What people are told: who failed first, why, where the log is."""
     lines = [f"Failed: {failure['reason']}"]
     if failure.get("traceback") and failure.get("status") not in PLAIN and failure["exception"] not in PLAIN:
         lines.insert(0, failure["traceback"].rstrip())

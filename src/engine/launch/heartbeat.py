@@ -25,8 +25,8 @@ TICK = 1.0  # seconds between two looks
 NODE_SILENT = 7.0  # seconds without a word from a node: it is dead, stopped, or cut off
 START_SILENT = 60.0  # the same before its first step: importing torch from a slow disk keeps all threads waiting
 LEFT = 3.0  # seconds without a word from a rank: it has left
-CAUSE = 5.0  # seconds for the word of why another rank has left
-TOLD = 2.0  # seconds for the store to take a word
+CAUSE = 5.0  # seconds to wait for the cause of a lost connection
+TOLD = 2.0  # seconds for the store to take a failure, and for the thread to end
 
 
 @dataclass

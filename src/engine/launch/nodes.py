@@ -1,4 +1,5 @@
-"""What the nodes of a run have, told through the store before anything starts: node 0 decides nothing for the others unseen."""
+"""What the nodes of a run have. Each tells it through the store before anything starts, because node 0, which resolves the
+config, sees its own hardware alone."""
 
 from __future__ import annotations
 

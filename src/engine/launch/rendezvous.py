@@ -57,7 +57,7 @@ class Rendezvous:
             _wait_for_nodes(self.store, place, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The nodes are all there is, also when the agent starts their ranks again."""
+        """The same nodes again where the agent restarts the ranks."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 

@@ -131,7 +131,7 @@ def _remember(folder: Path, config: ResolvedConfig) -> None:
 
 
 def _note(config: ResolvedConfig) -> Path:
-    """Keyed by the agent: its run id is `none` unless given, so the agent's process stands beside it."""
+    """Named after the agent's run id, or after its process: the id is `none` unless it was given."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     agent = f"{machine_id().split()[0]}-{os.getppid()}" if run_id == "none" else run_id
     return Path(config.paths.output_dir) / ".restarts" / f"{agent}.txt"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
 ANSWER = 3.0  # seconds for the other ranks to show where they are
 WRITE = 10.0  # seconds for the rank that writes down who has failed
-LEAVE = 5.0  # seconds for this rank to notice by itself that another node's has failed
+LEAVE = 5.0  # seconds for this rank to leave by itself after another node's rank has failed
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
