@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import resolved
@@ -114,6 +115,7 @@ def test_a_lost_node_ends_the_rank_also_where_the_disk_is_full(tmp_path: Path, m
     place = Ranks(0, 2, 0, 1, node=0, nodes=2)
     dog = watchdog.Watchdog(resolved("parallel=single").parallel, tmp_path, place, None, Full())  # type: ignore[arg-type]
     monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog.threading, "Timer", MagicMock())
     with pytest.raises(Left):
         dog._end_without(Heartbeat(1, "nodeb", node=1))
     with pytest.raises(Left):
