@@ -60,11 +60,13 @@ def test_a_node_that_leaves_before_the_ranks_start_is_no_riddle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it should have told stays out: the store's own error is all there is to say."""
+    from torch.distributed import DistStoreError
+
     config = resolved("parallel=ddp", "parallel.devices=2")
     prepare(config, tmp_path)
 
     def meet(place: Place, seconds: float) -> None:
-        raise RuntimeError("wait timeout after 300000ms, keys: /facts/1")
+        raise DistStoreError("wait timeout after 300000ms, keys: /facts/1")
 
     monkeypatch.setattr(node, "find_place", lambda: Place(0, 2))
     monkeypatch.setattr(node, "_meet", meet)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.engine.config.compose import read_frozen
-from src.engine.launch.failure import cause_is_known, failure_file, failure_of_exit_code, first_failure
+from src.engine.launch.failure import LOST_CONNECTION, cause_is_known, failure_file, failure_of_exit_code, first_failure
 from src.engine.launch.heartbeat import fetch_failures, publish_failure
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.kubernetes import place_of_pod
@@ -50,9 +50,12 @@ def main(folder: Path, origin: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with own(folder):
             return lead(read_frozen(origin), folder, place)
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: of the store, when another node has left
+    except (ValueError, OSError, RuntimeError) as error:
+        has_lost_another = type(error).__name__ in LOST_CONNECTION
+        if isinstance(error, RuntimeError) and not has_lost_another:
+            raise
         print(f"node: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError) else 2
+        return 1 if has_lost_another else 2
 
 
 def find_place() -> Place:
