@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from src.engine.config.arguments import CommandLine, number
 from src.engine.record.curves import compare
 from src.engine.record.result import MetricsLog, Result, write_result
 
@@ -61,6 +62,14 @@ def test_another_training_is_refused(tmp_path: Path, other: dict[str, Any], said
     with pytest.raises(ValueError, match=said) as refusal:
         compare(run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", **other), 1e-3)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("word", ["abc", "-1", "nan", "inf"])
+def test_a_tolerance_that_is_no_number_is_refused_by_what_it_must_be(word: str) -> None:
+    parser = CommandLine(None)
+    parser.add_argument("--tolerance", type=number())
+    with pytest.raises(ValueError, match=f"tolerance: '{word}' is no number from 0"):
+        parser.read([f"tolerance={word}"])
 
 
 @pytest.mark.processes

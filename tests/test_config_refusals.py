@@ -58,6 +58,8 @@ MISSPELT_KEYS = [
     ("++hydra.run.dirr=x", "hydra.run.dirr"),
     ("+hydra.nonsense=1", "hydra.nonsense"),
     ("hydra/launchr=basic", "hydra/launchr"),
+    ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),  # what follows from keys is none
+    ("+train.untimed_steps=3", "unknown key train.untimed_steps"),
 ]
 GROUP_OPTIONS = [
     ("model=resnet81", "model=resnet81", "resnet18"),

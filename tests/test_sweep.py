@@ -16,6 +16,7 @@ from conftest import train_warm
 from hydra._internal.utils import get_args_parser
 
 from src.engine.config.compose import read_frozen
+from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.blocks import freeze_jobs
@@ -54,6 +55,14 @@ def test_impossible_points_are_skipped_with_a_reason() -> None:
 def test_all_cpu_points_get_the_same_threads() -> None:
     found = points("parallel=single,dp,ddp", "parallel.devices=1,2")
     assert len({point.config.parallel.threads_per_device for point in found if not point.reason}) == 1
+
+
+def test_so_do_those_on_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (gpu,))
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    found = points("parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=1,2")
+    assert [point.config.parallel.threads_per_device for point in found] == [4, 4]
 
 
 @pytest.mark.parametrize(

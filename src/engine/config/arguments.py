@@ -77,10 +77,14 @@ def number(*, least: float = 0.0, above: float = -math.inf) -> Callable[[str], f
     """A type of option: finite numbers from `least`, or above `above`."""
 
     def read(text: str) -> float:
-        if not (least <= float(text) < math.inf and float(text) > above):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value < math.inf and value > above):
             bound = f"above {above:g}" if above >= least else f"from {least:g}"
             raise argparse.ArgumentTypeError(f"{text!r} is no number {bound}")
-        return float(text)
+        return value
 
     return read
 

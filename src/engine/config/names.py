@@ -46,7 +46,7 @@ def is_known(key: str) -> bool:
     for part in key.split("."):
         if isinstance(node, dict):
             return True
-        if not hasattr(node, part):
+        if part not in getattr(node, "__dict__", ()):  # which has no properties
             return False
         node = getattr(node, part)
     return True

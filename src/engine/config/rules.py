@@ -108,8 +108,8 @@ def _model(config: Config) -> Iterator[str]:
     architecture, _, tag = name.partition(".")
     if architecture not in timm_models():
         yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
-    tags = sorted(known for known in timm_tags() if known.startswith(f"{architecture}."))
-    if tag and tags and name not in tags:
+    tags = sorted(known for known in timm_tags() if known.startswith(f"{architecture}.")) if tag else []
+    if tags and name not in tags:
         yield f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}"
     for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
         yield f"model.kwargs.{key}: not allowed; weights come from timm: model.pretrained=true"

@@ -35,6 +35,12 @@ class Job:
     started: str | None = None
     ended: str | None = None
     seconds: float | None = None
+    neighbours: int = 0  # the most other jobs that ran on its machine at any moment of it
+
+    def wait_again(self) -> None:
+        """Wait for another attempt, and say nothing of the earlier one."""
+        self.status, self.reason, self.neighbours = "waiting", "", 0
+        self.started = self.ended = self.seconds = None
 
 
 @dataclass
@@ -62,6 +68,14 @@ class Jobs:
     def counts(self) -> dict[str, int]:
         """Status -> how many jobs have it."""
         return Counter(job.status for job in self.jobs)
+
+    @property
+    def have_ended(self) -> bool:
+        return not any(job.status in UNFINISHED for job in self.jobs)
+
+    def exit_code(self) -> int:
+        """0 if every job is done, or could not run here; else 1."""
+        return int(any(job.status in (*UNFINISHED, *FAILED) for job in self.jobs))
 
 
 def new_jobs(folder: Path) -> Jobs:

@@ -17,18 +17,18 @@ from src.engine.launch.slurm import JOB_ID, SCRIPT, queued_job, sbatch, script_o
 from src.engine.launch.supervisor import SAFE_PATH
 from src.engine.machine.files import write_text
 from src.engine.machine.lock import own
-from src.engine.record.jobs import UNFINISHED, Job, Jobs, read_jobs
-from src.engine.record.result import read_result
+from src.engine.record.jobs import UNFINISHED, Jobs, read_jobs
+from src.engine.sweep.child import read_end
 from src.schema import Config
 
 FOLDERS = "array.txt"  # a run folder per line: task n is line n + 1
 LOCK_SECONDS = 60.0  # for another task that brings jobs.json up to date
 
 
-def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config]) -> int:
+def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config], is_new: bool) -> int:
     """Submit the waiting jobs of a sweep as one array. Returns the exit code: at once, unless cluster.wait=true.
 
-    `configs`: theirs.
+    `configs`: theirs. Where Slurm refuses it, the folder of a new sweep is gone again.
     """
     waiting, config = [job for job in jobs.jobs if job.status == "waiting"], configs[0]
     if any(other.cluster != config.cluster for other in configs):
@@ -50,7 +50,7 @@ def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config]) -> int
     try:
         array = sbatch(script)
     except ValueError:
-        if len(waiting) == len(jobs.jobs):  # a new sweep
+        if is_new:
             shutil.rmtree(jobs.folder)
         raise
     for job in waiting:
@@ -58,7 +58,10 @@ def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config]) -> int
     print(f"array        {array}: {len(waiting)} tasks" + ("" if most is None else f", {most} at a time"))
     print(f"sweep        {jobs.folder}")
     print(f"report       when the last has ended; before that: python scripts/report.py {jobs.folder}", flush=True)
-    return wait_for(array) if config.cluster.wait else 0
+    if not config.cluster.wait:
+        return 0
+    wait_for(array)
+    return read_jobs(jobs.folder).exit_code()
 
 
 def array_script(config: Config, folder: Path, tasks: str) -> str:
@@ -72,29 +75,34 @@ def array_script(config: Config, folder: Path, tasks: str) -> str:
         before=f'folder=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / FOLDERS))})',
         folder='"$folder"',
         job='"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
-        after=shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.sweep.array", str(folder)]),
+        after=shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.sweep.array", str(folder)])
+        + ' "$SLURM_ARRAY_TASK_ID" "$code"',
     )
 
 
-def update(folder: Path) -> None:
-    """Bring jobs.json up to date with what the tasks have left so far; the report, when all have ended."""
+def update(folder: Path, task: int | None = None, code: int = 0) -> None:
+    """Bring jobs.json up to date with what the tasks have left so far; the report, when all have ended.
+
+    `task` has just ended with exit `code`, which says how where it has left no result.
+    """
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             with own(folder):
-                return _update(folder)
+                return _update(folder, task, code)
         except ValueError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.2)
 
 
-def _update(folder: Path) -> None:
+def _update(folder: Path, task: int | None, code: int) -> None:
     jobs = read_jobs(folder)
     for job in jobs.jobs:
-        if job.status in UNFINISHED:
-            _read_end(job, folder / job.folder)
-    if all(job.status not in UNFINISHED for job in jobs.jobs):
+        read_end(job, folder / job.folder)
+        if job.id == task and job.status in UNFINISHED and 0 < code < 128:  # above: a signal, after which it goes on
+            job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"
+    if jobs.have_ended:
         jobs.status = "done"
     jobs.write()
     if jobs.status == "done":
@@ -103,15 +111,5 @@ def _update(folder: Path) -> None:
         print(f"report       {write_report([folder])}")
 
 
-def _read_end(job: Job, folder: Path) -> None:
-    """What a task has left. An interrupted one goes on: it has saved before its time was up, or was cancelled."""
-    try:
-        result = read_result(folder)
-    except ValueError:
-        return
-    if result.status != "interrupted":
-        job.status, job.reason, job.seconds = result.status, result.reason, result.seconds.get("total")
-
-
 if __name__ == "__main__":
-    update(Path(sys.argv[1]))
+    update(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -24,12 +24,19 @@ SHOWN = 20  # rows; long sweeps show what is around the running jobs
 UPDATE_SECONDS = 0.25
 
 
+class Lines(Console):
+    """A console that outlives its reader: at Ctrl-C `| tee` ends first, and the jobs are still to be recorded."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class Board:
     """The jobs of a sweep while they run."""
 
     def __init__(self, jobs: Jobs, packing: Packing) -> None:
         self._jobs, self._packing = jobs, packing
-        self._console = Console(soft_wrap=True)
+        self._console = Lines(soft_wrap=True, markup=False, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._updated = 0.0
         self._began = time.monotonic()
@@ -37,7 +44,7 @@ class Board:
         self._progress: dict[int, Progress] = {}
 
     def __enter__(self) -> Board:
-        self._console.print(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}", highlight=False)
+        self.say(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}")
         if self._live is not None:
             self._live.start()
         return self
@@ -56,7 +63,7 @@ class Board:
             self._live.update(self._table(), refresh=True)
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False)
+        self._console.print(line)
 
     def ended(self, job: Job) -> None:
         self._done += 1
@@ -152,4 +159,4 @@ def show_points(points: list[Point], training_size: Callable[[DataConfig], int |
         table.add_row(
             str(number), " ".join(point.overrides), str(batch), per_device, f"{config.learning_rate:g}", steps, "yes"
         )
-    Console(width=None if Console().is_terminal else 200).print(table)
+    Console(width=None if Console().is_terminal else 200, markup=False).print(table)

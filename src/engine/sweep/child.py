@@ -13,8 +13,8 @@ from pathlib import Path
 from src.engine.launch.job import job_command
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, memory
-from src.engine.machine.platform import KILL
-from src.engine.record.jobs import Job, now
+from src.engine.machine.platform import KILL, WINDOWS, pass_on
+from src.engine.record.jobs import UNFINISHED, Job, now
 from src.engine.record.result import Result, read_result, write_result
 from src.engine.sweep.devices import share_of
 from src.engine.sweep.packing import Need
@@ -22,10 +22,25 @@ from src.engine.sweep.packing import Need
 Watch = Callable[[], str]  # why the job under way should be pruned; empty: it should not
 
 
-class Child(ABC):
-    """A job under way. `neighbours`: the most other jobs that ran on its machine at any moment of it."""
+def read_end(job: Job, folder: Path) -> None:
+    """Take over how an unfinished job has ended, as its folder tells it: whoever followed it was killed before noting it.
 
-    neighbours = 0
+    An interrupted one has saved, and goes on.
+    """
+    try:
+        result = read_result(folder)
+    except ValueError:
+        return
+    if job.status in UNFINISHED and result.status != "interrupted":
+        job.status, job.reason, job.seconds = result.status, result.reason, result.seconds.get("total")
+        if result.neighbours < job.neighbours:
+            result.neighbours = job.neighbours
+            write_result(folder, result)
+
+
+class Child(ABC):
+    """A job under way."""
+
     peak_bytes = 0  # of this machine's memory, as far as it was looked at
 
     def __init__(self, job: Job, folder: Path, watch: Watch | None) -> None:
@@ -45,16 +60,12 @@ class Child(ABC):
         """Make it save and leave; nothing happens to one that has left. `number`: of the signal that says so."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Make sure that it has left, or will."""
+    def wait(self) -> None:
+        """After `send`: until it has left, if it is a process here."""
 
     @abstractmethod
     def without_result(self, error: str) -> tuple[str, str]:
         """Status and reason of one that has left by itself, and no result. `error` says what was found instead."""
-
-    def beside(self, others: int) -> None:
-        """So many other jobs are under way."""
-        self.neighbours = max(self.neighbours, others)
 
     def held_bytes(self) -> int:
         """Of this machine's memory."""
@@ -65,7 +76,7 @@ class Child(ABC):
         return 0
 
     def has_ended(self) -> bool:
-        """Whether it has left; asks `watch` while it has not, and prunes the job once it gives a reason."""
+        """True if it has left. Asks `watch` while it has not, and prunes the job once that gives a reason."""
         if self.has_left():
             if self._watch is not None:
                 self._watch()  # its last values, which others are compared with
@@ -91,12 +102,13 @@ class Child(ABC):
                 job.status, job.reason = self.without_result(str(error))
             return None
         before = (result.status, result.neighbours)
-        if self.exit_code() != 0 and result.status == "done":
+        was_told = self._pruned or stopped_by is not None  # by a signal that may have come after the result was written
+        if self.exit_code() != 0 and result.status == "done" and not was_told:
             job.status, job.reason = "failed", f"exit code {self.exit_code()} after its result was written"
             return result
         if self._pruned and result.status == "interrupted":
             result.status, result.reason = "pruned", self._pruned
-        result.neighbours = self.neighbours
+        result.neighbours = job.neighbours
         if (result.status, result.neighbours) != before:
             write_result(self.folder, result)
         job.status, job.reason = result.status, result.reason
@@ -122,7 +134,7 @@ class Process(Child):
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and we pass it on once
-                preexec_fn=prepare,
+                preexec_fn=None if WINDOWS else prepare,
             )
 
     def has_left(self) -> bool:
@@ -130,11 +142,10 @@ class Process(Child):
         return self._process.poll() is not None
 
     def send(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._process is not None:
+            pass_on(number, self._process)
 
-    def end(self) -> None:
-        self.send(signal.SIGTERM)
+    def wait(self) -> None:
         if self._process is not None:
             self._process.wait()
 

@@ -51,7 +51,8 @@ class Packing:
                 return job, self._take(job, need)
             if need.kind in reserved:
                 continue
-            if self._count(need) <= len(self.free[need.kind]) and (not self.held or has_memory(job)):
+            # Where nothing runs, nothing will become free: a job of devices that are gone runs too, and says so.
+            if not self.held or (self._count(need) <= len(self.free[need.kind]) and has_memory(job)):
                 return job, self._take(job, need)
             reserved.add(need.kind)
         return None

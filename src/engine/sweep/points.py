@@ -6,6 +6,7 @@ found an hour late.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,14 @@ def _compose_point(command: Command, overrides: list[str], number: int) -> Point
 
 def _share_threads(configs: list[Config]) -> None:
     """Give all CPU points the same threads per device, else the thread defaults decide the comparison."""
+    on_cpu: list[Config] = []
     most = 1
     for config in configs:
-        try:
+        with suppress(ValueError):  # cannot run here
             resolved = resolve(config).parallel
-        except ValueError:
-            continue
-        if resolved.accelerator == "cpu":
-            most = max(most, resolved.devices)
-    for config in configs:
-        if config.parallel.threads_per_device == "auto" and not hardware.visible_cuda_devices():
+            if resolved.accelerator == "cpu":
+                on_cpu.append(config)
+                most = max(most, resolved.devices)
+    for config in on_cpu:
+        if config.parallel.threads_per_device == "auto":
             config.parallel.threads_per_device = max(1, hardware.cores() // most)

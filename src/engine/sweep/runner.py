@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.submitted import SlurmQueue, Submitted
 
 POLL_SECONDS = 0.02
+SLURM_POLL_SECONDS = 0.25  # what a poll looks at lies on a network file system
 LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
 
 
@@ -70,7 +72,9 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for child in self._children.values():  # only where an exception has come out of `run`
-            child.end()
+            child.send(signal.SIGTERM)
+        for child in self._children.values():
+            child.wait()
         self._board.__exit__(kind, error, trace)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -87,7 +91,7 @@ class Runner:
                 return
             while early:
                 import_module(early.pop())
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS if self._slurm is None else SLURM_POLL_SECONDS)
             self._board.update()
             self._look_at_memory()
             for child in [child for child in self._children.values() if child.has_ended()]:
@@ -110,12 +114,13 @@ class Runner:
         job, names = waiting[chosen[0]], chosen[1]
         child = self._children[job.id] = self._child(job, queue.watch(job))
         job.status, job.started = "running", now()
+        if self._slurm is None:  # which gives each job its own
+            for one in self._children.values():
+                one.job.neighbours = max(one.job.neighbours, len(self._children) - 1)
         self.jobs.write()  # before it starts: what goes on without us must be found again
         child.start(self._need(job), names if self._packing.most != 1 else [])
         if self.stopped_by is not None:  # while the process was being started
             child.send(self.stopped_by)
-        for one in self._children.values():
-            one.beside(len(self._children) - 1)
         self._board.update(now=True)
         return True
 
@@ -129,10 +134,10 @@ class Runner:
         del self._children[job.id]
         self._packing.release(job.id)
         self._largest = max(self._largest, child.peak_bytes)
-        if self.stopped_by is None and child.neighbours and job.id not in self._alone and wants_memory(job, result):
+        if self.stopped_by is None and job.neighbours and job.id not in self._alone and wants_memory(job, result):
             self._alone.add(job.id)
-            job.status = "waiting"
-            self._board.say(f"out of memory beside {child.neighbours} other(s), so once more alone: {job.name}")
+            self._board.say(f"out of memory beside {job.neighbours} other(s), so once more alone: {job.name}")
+            job.wait_again()
             self.jobs.write()
         else:
             queue.ended(job)
@@ -178,5 +183,6 @@ def wants_memory(job: Job, result: Result | None) -> bool:
 def say_stopped(number: int, folder: Path) -> int:
     """How to go on after a stop signal; returns the exit code."""
     name = signal.Signals(number).name
-    print(f"Stopped by {name}. Go on with: python train.py -m sweep.resume={folder}", file=sys.stderr)
+    again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder}"])
+    print(f"Stopped by {name}. Go on with: {again}", file=sys.stderr)
     return 128 + number

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.engine.config.compose import Command
-from src.engine.config.resolve import resolve
 from src.engine.launch.slurm import JOB_ID, check_scheduler
 from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from src.engine.record.result import read_result
+from src.engine.sweep.child import read_end
 from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, freeze_job, keys_that_may_change
 from src.engine.sweep.runner import Runner, say_stopped
@@ -63,7 +63,8 @@ def start_search(command: Command, base: Point) -> int:
     try:
         return search.run()
     except ValueError:
-        if not any(folder.glob(f"*/{JOB_ID}")):  # Slurm refuses the first trial, and so would all others
+        # Slurm refuses the first trial, and so would all others. Whatever else is wrong, what there is stays.
+        if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
             delete_study(study)
             shutil.rmtree(folder)
         raise
@@ -71,13 +72,15 @@ def start_search(command: Command, base: Point) -> int:
 
 def resume_search(folder: Path, command: Command) -> int:
     """Go on with the search in `folder` until it has had its n_trials. Returns the exit code."""
-    config, _, _ = read_search(folder)
+    config, base, space = read_search(folder)
     check_scheduler(config.cluster)
+    check_space(config, base, space)  # on a machine that has not what it needs, each trial would be skipped for good
     keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs")
     now = command.config.search
     n_trials = now.n_trials if "search.n_trials" in keys else config.search.n_trials
     n_jobs = now.n_jobs if "search.n_jobs" in keys else config.search.n_jobs
-    most = jobs_at_a_time("search.n_jobs", n_jobs, [resolve(config)] if n_jobs != 1 else [], config)
+    point = trial_point(base, [], 0)
+    most = jobs_at_a_time("search.n_jobs", n_jobs, [] if point.reason else [point.config], config)
     jobs = read_jobs(folder)
     jobs.status = "running"
     return Search(jobs, open_study(folder, config, is_new=False), n_trials, most, command.config.cluster).run()
@@ -97,12 +100,17 @@ class Search:
         self.slurm = SlurmQueue(command) if self.config.cluster.scheduler == "slurm" else None
         self.n_trials = n_trials
         self.failed = 0  # since this start
+        self._take_over_ends()
+        begun = sum(job.status not in UNFINISHED or bool(job.overrides) for job in jobs.jobs)
+        del jobs.jobs[max(begun, n_trials) :]
         for number in range(len(jobs.jobs), n_trials):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
-        self._take_over_ends()
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
         for job in self._to_come:
-            job.status = "waiting"
+            if self.slurm is None:  # of its trials, the queue knows more than their folders
+                read_end(job, jobs.folder / job.folder)
+            if job.status in UNFINISHED:
+                job.wait_again()
         self._next: Job | None = None  # asked for, and not started yet
         self._trials: dict[int, optuna.Trial] = {}  # asked for, and not told yet
 
@@ -117,8 +125,7 @@ class Search:
         with Runner(self.jobs, self.most, self.slurm) as self._runner:
             self._runner.run(self)
         stopped_by = self._runner.stopped_by
-        ended = all(job.status not in UNFINISHED for job in self.jobs.jobs)
-        self.jobs.status = "done" if ended else "interrupted"
+        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
         self.jobs.write()
         return self._close(stopped_by)
 
@@ -137,14 +144,14 @@ class Search:
         self._tell(job, self._trials.pop(job.id))
 
     def _ask(self) -> Job | None:
-        """The next trial that can run here, frozen; None: there are no more."""
+        """The next trial to run, frozen; None: there are no more. Tells of those that cannot run, or have ended already."""
         while self._to_come:
             job = self._to_come.pop(0)
             trial = ask(self.study, self.config.search, self.space, job.id, self.most)
             self._trials[job.id] = trial
             if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):  # else half-done
                 self._freeze(job, trial)
-            if job.status != "skipped":
+            if job.status == "waiting":
                 return job
             self.ended(job)
             self._runner.record(job)

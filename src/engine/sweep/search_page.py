@@ -85,7 +85,7 @@ def _row(job: Job, trial: FrozenTrial | None, keys: list[str]) -> Row:
     params = trial.params if trial is not None else {}
     return Row(
         number=job.id,
-        folder="" if job.status == "waiting" else job.folder,
+        folder="" if job.status in ("waiting", "skipped") else job.folder,
         value="" if value is None else f"{value:.4f}",
         status=job.status,
         seconds="" if job.seconds is None else f"{job.seconds:.1f}",

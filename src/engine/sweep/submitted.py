@@ -75,8 +75,6 @@ class Submitted(Child):
         self._missed: float | None = None  # when it was found to be neither in the queue nor to have a result
 
     def start(self, need: Need, names: Sequence[str]) -> None:
-        if self._is_done():
-            return
         self._number = self._queue.job_now(self._script)
         if self._number is None:
             if self._has_final_result():
@@ -103,11 +101,8 @@ class Submitted(Child):
             self._cancelled = True
             cancel(self._number)
 
-    def end(self) -> None:
-        self.send(0)
-
-    def beside(self, others: int) -> None:
-        """Slurm gives each its own."""
+    def wait(self) -> None:
+        """Slurm ends it."""
 
     def conclude(self, stopped_by: int | None) -> Result | None:
         result = super().conclude(stopped_by)

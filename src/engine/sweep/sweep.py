@@ -14,6 +14,7 @@ from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
 from src.engine.sweep.board import show_points
+from src.engine.sweep.child import read_end
 from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, expand, keys_that_may_change
 from src.engine.sweep.runner import Runner, say_stopped
@@ -42,7 +43,7 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     if configs and configs[0].cluster.scheduler == "slurm":
         from src.engine.sweep.array import submit_array
 
-        return submit_array(jobs, most, configs)
+        return submit_array(jobs, most, configs, is_new=earlier is None)
     return Sweep(jobs, most).run()
 
 
@@ -65,13 +66,15 @@ def _reopened(folder: Path, command: Command) -> tuple[Jobs, int | None, list[Co
     """An earlier sweep, with what is missing or failed to be run (again); frozen configs stay as they were."""
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
+    for job in jobs.jobs:
+        read_end(job, folder / job.folder)
     again = [job for job in jobs.jobs if job.status in (*UNFINISHED, *FAILED)]
     configs: list[Config] = []
     for job in again:
         config = folder / job.folder / "config.yaml"
         if not config.exists():
             raise ValueError(f"{config}: missing, so this job cannot be resumed; start the sweep anew")
-        job.status, job.reason, job.started, job.ended, job.seconds = "waiting", "", None, None, None
+        job.wait_again()
         configs.append(read_frozen(config.parent))
         configs[-1].cluster = with_code(configs[-1].cluster, command.config.cluster)
     jobs.status = "running"
@@ -94,7 +97,7 @@ class Sweep:
 
     def waiting(self) -> list[Job]:
         """Of `sweep.repeats=auto`, once all have ended, also of a further block as long as one is wanted."""
-        if self.settings.repeats == "auto" and not any(job.status in UNFINISHED for job in self.jobs.jobs):
+        if self.settings.repeats == "auto" and self.jobs.have_ended:
             more = append_block if wants_block(self.jobs, self.settings) else append_baseline
             more(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
@@ -108,7 +111,7 @@ class Sweep:
     def run(self) -> int:
         with Runner(self.jobs, self.most) as runner:
             runner.run(self)
-        self.jobs.status = "done" if runner.stopped_by is None else "interrupted"
+        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
         self.jobs.write()
         return self._close(runner.stopped_by)
 
@@ -123,9 +126,9 @@ class Sweep:
         if stopped_by is not None:
             return say_stopped(stopped_by, self.jobs.folder)
         for job in self.jobs.jobs:
-            if job.status in FAILED:
+            if job.status in (*FAILED, "interrupted"):
                 print(
                     f"{job.status}: {job.name}: {job.reason} (log: {self.jobs.folder / job.folder / 'logs'})",
                     file=sys.stderr,
                 )
-        return int(any(status in counts for status in FAILED))
+        return self.jobs.exit_code()
