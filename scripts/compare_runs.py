@@ -1,8 +1,8 @@
-"""Whether two runs trained the same: `python scripts/compare_runs.py <run> <run> [--tolerance 1e-3]`.
+"""Compare the training of two runs: `python scripts/compare_runs.py <run> <run> [--tolerance 1e-3]`.
 
-Puts the curves of their metrics.jsonl side by side, without what depends on the clock or on memory. Exit code 0 where they
-agree within the tolerance, relative to the larger value; 1 where they part, with the first step of each curve that does; 2
-for runs that cannot be compared: of different length, data or batch.
+Compares the curves in their metrics.jsonl, without those of time or memory. Exit code 0 if they agree within the tolerance
+(relative to the larger value); 1 if they part, with the first step at which each curve does; 2 for runs that cannot be
+compared: of different length, data or batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from src.engine.record.curves import compare
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, help="run folders")
     parser.add_argument("--tolerance", type=number(), default=1e-3, help="largest relative difference (default: 1e-3)")
-    arguments = parser.read(words)
+    arguments = parser.read(argv)
     one, other = arguments.runs
     found = compare(one, other, arguments.tolerance)
     width = max(len(curve.name) for curve in found)

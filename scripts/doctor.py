@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036  # whoever asks a doctor may have any Python
         print(f"Python {sys.version.split()[0]}: too old; make PYTHON=python3.12 VENV=.venv312 doctor", file=sys.stderr)
         return 1
@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
         return 1
     parser = CommandLine(__doc__)
     parser.add_argument("--json", action="store_true", help="what was found, for programs")
-    return refused_in_a_line(lambda words: examine(parser.read(words).json))(words)
+    return refused_in_a_line(lambda argv: examine(parser.read(argv).json))(argv)
 
 
 if __name__ == "__main__":

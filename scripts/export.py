@@ -17,7 +17,7 @@ from src.engine.machine.secrets import mask
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 the export is not the model, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder (default: <run folder>/export)")
     parser.add_argument("--checkpoint", help="best, last or a file")
     parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric judged")
-    given = parser.read(words)
+    given = parser.read(argv)
 
     import torch
 

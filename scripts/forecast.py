@@ -17,7 +17,7 @@ from src.engine.config.arguments import CommandLine, counts, number, refused_in_
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("folder", type=Path, help="a sweep over parallel.devices, with single or ddp")
     parser.add_argument("--devices", type=counts, help="e.g. 2,16,10000 (default: 2 to 1024)")
@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--latency-us", type=number(), help="of a message between nodes, in microseconds")
     parser.add_argument("--devices-per-node", type=whole_number(), help="joined as those measured are (default: 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    arguments = parser.read(words)
+    arguments = parser.read(argv)
     from src.engine.report.forecast import COUNTS
     from src.engine.report.forecast_table import as_json, as_text, forecast_sweep
 

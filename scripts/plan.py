@@ -15,12 +15,12 @@ from src.engine.config.arguments import CommandLine, counts, refused_in_a_line
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    arguments = parser.read(words)
+    arguments = parser.read(argv)
 
     from src.run.plan import plan
 

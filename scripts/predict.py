@@ -19,7 +19,7 @@ from src.schema import Config, DataConfig, ParallelConfig
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--workers", type=number_or_auto(0), default="auto", help="loader processes per rank, or auto")
     parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
     parser.add_argument("--devices", type=number_or_auto(), default="auto", help="a number, or auto")
-    given = parser.read(words)
+    given = parser.read(argv)
     if not given.images.exists():
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
 
         parallel = ParallelConfig(strategy="ddp", devices=given.devices)
         data = DataConfig(batch_size=None, batch_size_per_device=given.batch_size)
-        return start_as_ranks(resolve(Config(parallel=parallel, data=data)).parallel, __file__, words)
+        return start_as_ranks(resolve(Config(parallel=parallel, data=data)).parallel, __file__, argv)
     _predict(given)
     return 0
 

@@ -19,7 +19,7 @@ from src.engine.report.statistics import FAILS
 
 
 @refused_in_a_line
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = CommandLine("Write report.html, .md, .csv and .json from sweep or run folders.")
     parser.add_argument(
         "folders", nargs="+", type=Path, help="sweep folders, finished or not, or folders of ended runs"
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--max-drop", type=number(), default=5.0, help="percent that a point may be slower than there (default: 5)"
     )
-    arguments = parser.read(words)
+    arguments = parser.read(argv)
     # Read first: it may be the file that is written anew.
     before = None if arguments.baseline is None else read_report(arguments.baseline)
     page = write_report(arguments.folders, arguments.out)

@@ -81,3 +81,4 @@ def test_resume_submits_what_is_missing(tmp_path: Path) -> None:
 def test_what_no_array_can_be_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         submitted(tmp_path / "sweep", *words)
+    assert not (tmp_path / "sweep").exists()

@@ -129,8 +129,8 @@ def test_missing_peer_access_is_said() -> None:
     ("gpus", "failed", "shm", "command"),
     [
         (4, (), 8 * GIB, "parallel=ddp parallel.devices=4 data.workers=4"),
-        (4, ("ddp",), 8 * GIB, "parallel=single parallel.devices=1 data.workers=8"),
-        (1, (), 8 * GIB, "parallel=single parallel.devices=1 data.workers=8"),
+        (4, ("ddp",), 8 * GIB, "parallel=single parallel.devices=1 data.workers=16"),
+        (1, (), 8 * GIB, "parallel=single parallel.devices=1 data.workers=16"),
         (0, (), 2**26, "parallel=single parallel.devices=1 data.workers=0"),
     ],
 )

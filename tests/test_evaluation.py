@@ -20,12 +20,26 @@ from src.data.datasets import InMemory
 from src.data.feed import DeviceFeed
 from src.data.loader import Loader, Reader
 from src.data.sampling import EvaluationRequests
+from src.engine.config.compose import freeze
+from src.engine.config.evaluation import evaluation_config
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.single import Single
 from src.run.evaluate import evaluate_config
 from src.schema import ParallelConfig
 from src.training import metrics
+
+
+def test_a_run_of_a_cluster_is_evaluated_on_this_machine(tmp_path: Path) -> None:
+    there = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2", "parallel=ddp")
+    freeze(resolved(*there), tmp_path)
+    parallel = evaluation_config(tmp_path, [], None).parallel
+    assert (parallel.strategy, parallel.devices) == ("single", 1)
+    assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
+    assert (
+        evaluation_config(tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)).parallel.devices == 2
+    )
+
 
 SPLITS = ((37, 7), (10, 6), (2, 4), (1, 6))  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
 

@@ -73,6 +73,11 @@ def test_what_can_never_be_right_refuses_the_whole_sweep(overrides: list[str]) -
         points(*overrides)
 
 
+def test_a_range_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"seed=range\(3,3\): a swept range holds no number"):
+        points("seed=range(3,3)")
+
+
 def test_editing_yaml_changes_nothing_queued(tmp_path: Path) -> None:
     """Jobs run from the config.yaml in their folder; nothing reads conf/ any more."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())

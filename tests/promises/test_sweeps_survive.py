@@ -189,7 +189,7 @@ def refuse(script: Path) -> str:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(array, "sbatch", lambda script: "7")
-    monkeypatch.setattr(array, "queued_job", lambda folder: None)
+    monkeypatch.setattr(array, "jobs_in_queue", lambda: {})
     monkeypatch.setattr(slurm.shutil, "which", lambda program: f"/usr/bin/{program}")
 
 
@@ -221,6 +221,22 @@ def test_a_task_that_ends_without_a_result_is_a_row(tmp_path: Path, cluster: Non
     update(folder, 1, 143)
     assert statuses(folder) == ["failed", "waiting", "waiting"]
     assert "exit code 2" in read_jobs(folder).jobs[0].reason
+    write_result(folder / "0", Result("done"))
+    update(folder, 0, 0)
+    assert statuses(folder) == ["done", "waiting", "waiting"], "it was submitted twice, and the other task went on"
+
+
+def test_an_array_in_the_queue_is_not_submitted_again(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the command was killed before it had written down the array's number."""
+    folder = tmp_path / "sweep"
+    on_slurm(folder)
+    for job in "012":
+        (folder / job / "job.id").unlink()
+    monkeypatch.setattr(array, "jobs_in_queue", lambda: {f"{folder}/job.sbatch": "7_[0-2]"})
+    with pytest.raises(ValueError, match=r"job 7_\[0-2\] of it is still in the queue"):
+        main(f"sweep.resume={folder}")
 
 
 def test_waiting_for_an_array_waits_for_each_task(

@@ -1,4 +1,4 @@
-"""The command line of the programs beside train.py: argparse, with options also as `key=value` and refusals in a line."""
+"""The command line of the scripts: argparse, with options also as `key=value`, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, about: str | None) -> None:
         super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
-    def read(self, words: list[str]) -> argparse.Namespace:
-        """Raises ValueError for an unknown option, with the nearest known one."""
-        arguments, unknown = self.read_known(words)
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        """Parse `argv`; an unknown option is refused with the nearest known one."""
+        arguments, unknown = self.read_known(argv)
         if unknown:
             key = unknown[0].lstrip("-").partition("=")[0]
             raise ValueError(f"{unknown[0]}: unknown option{hint(key, self._names())}")
         return arguments
 
-    def read_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The same, with the words that are none of these options."""
+    def read_known(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(known options, the arguments that are none)."""
         names = self._names()
-        dashed = [f"--{word}" if "=" in word and word.partition("=")[0] in names else word for word in words]
+        dashed = [f"--{item}" if "=" in item and item.partition("=")[0] in names else item for item in argv]
         return self.parse_known_intermixed_args(dashed)
 
     def error(self, message: str) -> NoReturn:
@@ -44,12 +44,12 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def refused_in_a_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """A program's `main`, for which ValueError is a refusal: one line on stderr, and exit code 2."""
+    """Wrap a script's `main`: a ValueError is a refusal, which becomes one line on stderr and exit code 2."""
 
     @functools.wraps(main)
-    def guarded(words: list[str]) -> int:
+    def guarded(argv: list[str]) -> int:
         try:
-            return main(words)
+            return main(argv)
         except ValueError as error:
             print(f"{Path(main.__code__.co_filename).name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
             return 2
@@ -58,7 +58,7 @@ def refused_in_a_line(main: Callable[[list[str]], int]) -> Callable[[list[str]],
 
 
 def whole_number(least: int = 1) -> Callable[[str], int]:
-    """A type of option: numbers from `least`."""
+    """An argparse type: whole numbers from `least`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -69,12 +69,12 @@ def whole_number(least: int = 1) -> Callable[[str], int]:
 
 
 def number_or_auto(least: int = 1) -> Callable[[str], int | str]:
-    """A type of option: numbers from `least`, or the word auto."""
+    """An argparse type: whole numbers from `least`, or `auto`."""
     return lambda text: text if text == "auto" else whole_number(least)(text)
 
 
 def number(*, least: float = 0.0, above: float = -math.inf) -> Callable[[str], float]:
-    """A type of option: finite numbers from `least`, or above `above`."""
+    """An argparse type: finite numbers from `least`, or above `above`."""
 
     def read(text: str) -> float:
         try:
@@ -90,5 +90,5 @@ def number(*, least: float = 0.0, above: float = -math.inf) -> Callable[[str], f
 
 
 def counts(text: str) -> list[int]:
-    """A type of option: numbers from 1 with commas between them."""
+    """An argparse type: whole numbers from 1, separated by commas."""
     return [whole_number()(part) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Keys of `cluster`: what goes together, and what `auto` means on nodes that this machine has never seen. No torch here."""
+"""Keys of `cluster`: what goes together, and what `auto` means on nodes that this machine does not know. No torch here."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def gpus_of_gres(cluster: ClusterConfig) -> int:
 
 
 def fill_in(config: Config) -> None:
-    """What `auto` stands for in a job: its own nodes, never the machine that submits it."""
+    """Replace `auto` by what the job's own nodes have, whatever the machine that submits it has."""
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator == "auto":
@@ -113,16 +113,16 @@ def fill_in(config: Config) -> None:
 
 
 def with_code(cluster: ClusterConfig, command: ClusterConfig) -> ClusterConfig:
-    """A frozen config's `cluster` with the shell code of this command, which alone may give any."""
+    """A frozen config's `cluster` with the shell code of this command: no frozen config holds any."""
     return dataclasses.replace(cluster, **{key: getattr(command, key) for key in CODE})
 
 
 def check_code(config: Config, overrides: list[str], local: Path) -> None:
-    """`cluster.setup` and `cluster.extra` from the words of this command or from `local` (conf/local/default.yaml) alone.
+    """Refuse `cluster.setup` and `cluster.extra` unless this command or `local` (conf/local/default.yaml) gives them.
 
-    A shell runs them, so from any other file they are refused.
+    A shell runs them, so no other file may.
     """
-    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
     here: Any = OmegaConf.load(local) if local.is_file() else OmegaConf.create()
     for key in CODE:
         value, own = getattr(config.cluster, key), OmegaConf.select(here, f"cluster.{key}")

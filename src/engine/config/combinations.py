@@ -33,7 +33,7 @@ SCHEDULE_KEYS = (  # arguments of timm's create_scheduler_v2 that have keys of t
     "step_on_epochs",
     "updates_per_epoch",
 )
-SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read it
+SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read it; any other argument: all
     **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
     "k_decay": ("cosine", "poly"),
     **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
@@ -42,7 +42,7 @@ SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read
 
 
 def check_combination(config: Config) -> None:
-    """Refuse what cannot work together."""
+    """Refuse keys that cannot work together."""
     rules = (cluster_rules, _batch, _images, _weights, _strategy, _time, _schedule)
     refuse(*(rule(config) for rule in rules))
 
@@ -138,7 +138,7 @@ def _time(config: Config) -> Iterator[str]:
 
 
 def profile_rules(train: TrainConfig, steps: int) -> Iterator[str]:
-    """A run of so many steps must have some left to time after those that are recorded."""
+    """A line if a run of so many steps has none left to time after those that the profiler records."""
     if train.untimed_steps is not None and steps <= train.untimed_steps:
         yield (
             f"train.profile_steps={train.profile_steps}: profiling needs steps after the warm-up (10), the profiler's own (1) "

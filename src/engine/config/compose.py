@@ -1,7 +1,7 @@
 """The one door between Hydra and the rest: command line -> checked, typed Config -> frozen config.yaml.
 
 `hydra.main` composes late, prints refusals over many lines, accepts `+sed=1`, and has made a folder by then. So the
-command line is composed and checked here first, and refused in one line with exit code 2. No torch is imported.
+command line is composed and checked here first, and a refusal is one line with exit code 2. No torch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from src.engine.config.cluster import check_code
 from src.engine.config.combinations import check_combination
-from src.engine.config.confidential import check_literals, check_words
+from src.engine.config.confidential import check_literals, check_overrides
 from src.engine.config.fences import check_hydra_block, check_search_path
 from src.engine.config.names import explain, hint, is_known, key_hint
 from src.engine.config.resolve import count_that_divides
@@ -50,7 +50,7 @@ def compose_command(arguments: Any) -> Command:
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    check_words(arguments.overrides)
+    check_overrides(arguments.overrides)
     try:
         hydra = _hydra(arguments)
         name = arguments.config_name or "train"
@@ -102,7 +102,7 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
 def device_counts(_root_: Any) -> str:
     """`${device_counts:}`: 1, 2, 4 … and the most that the batch divides by (as devices=auto), for a sweep.
 
-    At least 1,2; on CPU at most 8.
+    On CPU at most 8. Never less than 1,2.
     """
     batch = OmegaConf.select(_root_, "data.batch_size")
     most = max(2, count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch))
@@ -116,7 +116,7 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 
 def store_schema() -> None:
-    """Make the schema the first thing every primary config is composed of (`defaults: [schema, …]`)."""
+    """Give Hydra the schema, which every primary config is composed on (`defaults: [schema, …]`), and our resolvers."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)

@@ -1,7 +1,7 @@
-"""Secrets that a config holds as they are: refused early, because a run would write them into its files.
+"""Secrets written out in a config: refused early, because a run would write them into its files.
 
-As `${oc.env:NAME}` they may be anywhere but in names of files, and src/engine/machine/secrets.py keeps their values out of what is
-written. No message here quotes the value.
+As `${oc.env:NAME}` they may be anywhere but in names of files, and src/engine/machine/secrets.py keeps their values out of
+what is written. No message here quotes the value.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NAMES = (
 )
 
 
-def check_words(overrides: list[str]) -> None:
-    """The words of a command line, before Hydra parses them: its errors quote them, and a refusal here quotes no value."""
-    for word in overrides:
-        key, _, value = word.lstrip("+~").partition("=")
+def check_overrides(overrides: list[str]) -> None:
+    """Refuse secrets among the overrides, before Hydra parses them: its errors would quote them."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
         _check(key, value.strip("'\""), swept=True)
 
 
 def check_literals(tree: DictConfig) -> None:
-    """The same for a composed config, wherever its values come from."""
+    """Refuse secrets in a composed config, wherever its values come from."""
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     for key, value in plain_values(OmegaConf.to_container(task)):
         _check(key, value)
@@ -72,7 +72,7 @@ def _check(key: str, value: Any, swept: bool = False) -> None:
 
 
 def _check_secret(key: str, text: str) -> None:
-    """The value of a key that says it is a secret: a variable that is known for one, and nothing else."""
+    """Refuse the value of a key that is named like a secret, unless it is a reference to a variable named like one."""
     if text in ("", "null", "true", "false", "True", "False", "???") or is_path(text):
         return
     name = re.split(r"[./]", key)[-1].upper()

@@ -1,4 +1,4 @@
-"""Which keys of Hydra's own block a config may set. The others say what Hydra imports, calls or writes to."""
+"""Which keys of Hydra's own block a config may set. The others decide what Hydra imports, calls, or writes to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.names import plain_values
 
-# A section stands for all that is in it.
+# The name of a section allows all keys in it.
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "job.config", "help", "hydra_help", "verbose")
 FILLED_IN = ("mode", "runtime", "overrides", "job.id", "job.num", "job.config_name", "job.override_dirname")  # by Hydra
 FIXED = {
@@ -21,7 +21,7 @@ FIXED = {
 }
 ALLOWED = tuple(f"{key}." for key in (*SETTABLE, *FILLED_IN))
 LOGGING = ("hydra_logging", "job_logging")  # each as one of Hydra's own files has it: hydra/job_logging=default
-# What hydra.job.env_set may set. By name, because their families also hold names that load libraries (NCCL_NET_PLUGIN,
+# What hydra.job.env_set may set, each by name: others of the same prefix load libraries (NCCL_NET_PLUGIN,
 # OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH), as LD_PRELOAD and PYTHONSTARTUP do.
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -57,7 +57,7 @@ def check_search_path(loader: Any, config_name: str, overrides: list[Any]) -> No
 
 
 def check_hydra_block(tree: DictConfig) -> None:
-    """Refuse a key below `hydra` that is not settable and differs from what Hydra has there. `tree` is a whole config."""
+    """Refuse keys below `hydra` that a config may not set, where they differ from Hydra's own. `tree` is a whole config."""
     hydra = tree.hydra
     if str(hydra.mode).endswith("MULTIRUN") and "hydra.mode=MULTIRUN" in hydra.overrides.hydra:
         raise ValueError("hydra.mode=MULTIRUN: a sweep is asked for with --multirun (-m)")

@@ -1,6 +1,6 @@
-"""Names that exist (keys, metrics, losses, timm's models), and the nearest one to a misspelt one.
+"""Names that exist (keys, metrics, losses, timm's models), and those that a misspelt one may mean.
 
-Files of timm and of src/training are read and not imported, which would take 3 s.
+Files of timm and of src/training are read as text: importing them would take 3 s.
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ from src.schema import Config, is_own_class, leaves
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` known names that look like `name`, best first."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    return [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=count, cutoff=0.6)]
-
-
 def hint(name: str, known: Iterable[str]) -> str:
     """`; did you mean a, b?`, or what is allowed where the list is short, or nothing."""
     known = list(known)
-    close = nearest(name, known)
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
     if close:
         return f"; did you mean {', '.join(close)}?"
     return f"; allowed: {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
@@ -53,7 +48,7 @@ def is_known(key: str) -> bool:
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value in dicts and lists; what a list holds is under the list's key."""
+    """(dotted key, value) of every value in nested dicts and lists; the items of a list have the list's key."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from plain_values(value, f"{key}.{name}" if key else str(name))
@@ -65,7 +60,7 @@ def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def key_hint(key: str, more: Iterable[str] = ()) -> str:
-    """`; did you mean …?`: the same last word elsewhere in the tree, else what looks alike."""
+    """`; did you mean …?`: keys with the same last part, else keys (or `more`) that look alike."""
     known = known_keys()
     last = key.rsplit(".", 1)[-1]
     elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
@@ -99,35 +94,35 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
 def own_class_exists(name: str) -> bool:
     """True if the module defines the class, or re-exports it from another module under src/.
 
-    The file is read and not run. Functions and what comes from libraries are not for a config to call.
+    The file is read, not run. A config may name neither functions nor what comes from libraries.
     """
-    module, _, wanted = name.rpartition(".")
+    module, _, class_name = name.rpartition(".")
     path = ROOT.joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and node.name == wanted:
+                if isinstance(node, ast.ClassDef) and node.name == class_name:
                     return True
                 if isinstance(node, ast.ImportFrom) and is_own_class(f"{node.module}.Class"):
                     for alias in node.names:
-                        if (alias.asname or alias.name) == wanted:
+                        if (alias.asname or alias.name) == class_name:
                             return own_class_exists(f"{node.module}.{alias.name}")
     return False
 
 
 def own_class_hint(name: str) -> str:
     """`; did you mean …?`: the same class in a file of the same name elsewhere under src/, where it may have moved to."""
-    *_, module, wanted = name.split(".")
+    *_, module, class_name = name.split(".")
     files = (path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "src").rglob(f"{module}.py")))
-    found = [place for file in files if own_class_exists(place := ".".join([*file.parts, wanted]))]
+    found = [place for file in files if own_class_exists(place := ".".join([*file.parts, class_name]))]
     return f"; did you mean {found[0]}?" if found else ""
 
 
 @cache
 def metrics() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the metrics' names, those of them that are better when lower), as src/training/metrics.py says in its text.
+    """(names of all metrics, those that are better when lower), read from the text of src/training/metrics.py.
 
-    The keys of the dict that `Evaluation.numbers` returns, and LOWER_IS_BETTER: the file is read and not run.
+    They are the keys of the dict that `Evaluation.numbers` returns, and LOWER_IS_BETTER.
     """
     tree = _parsed("metrics.py")
     numbers = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "numbers")
@@ -137,7 +132,7 @@ def metrics() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def losses() -> tuple[str, ...]:
-    """The keys of LOSSES in src/training/objective.py, read and not run."""
+    """The keys of LOSSES, read from the text of src/training/objective.py."""
     return _keys(_assigned(_parsed("objective.py"), "LOSSES"))
 
 
@@ -181,7 +176,7 @@ def timm_models() -> frozenset[str]:
 
 @cache
 def timm_tags() -> frozenset[str]:
-    """`resnet18.a1_in1k` and the like, as far as they stand in timm's files; some are made by loops."""
+    """Models with the tag of their weights (`resnet18.a1_in1k`), as far as timm's files spell them out."""
     return frozenset(
         tag
         for path in (_timm() / "models").glob("*.py")

@@ -1,4 +1,4 @@
-"""Replaces every `auto` by what this machine has, and refuses what it cannot do. The result is what gets frozen."""
+"""Replaces every `auto` by what this machine has, and refuses what it cannot run. The result is frozen in config.yaml."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
 
 
 def remarks(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """What `auto` has decided for `asked` and its user may not expect, a line each."""
+    """A line for each choice of `auto` that the user may not expect."""
     if resolved.cluster.scheduler != "local":
-        return []  # this machine has decided nothing
+        return []  # nothing depends on this machine
     parallel, cuda, said = resolved.parallel, len(hardware.visible_cuda_devices()), []
     of_all = asked.parallel.devices == "auto" and asked.parallel.device_ids is None and world_size is None
     could = asked.parallel.strategy != "single" and parallel.accelerator == "cuda"
@@ -108,8 +108,7 @@ def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None
             parallel.strategy = "ddp"
         else:
             on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
-            several = asked > 1 if on_cuda or parallel.devices != "auto" else False
-            parallel.strategy = "ddp" if several else "single"
+            parallel.strategy = "ddp" if asked > 1 and (on_cuda or parallel.devices != "auto") else "single"
     if world_size is not None and world_size > 1 and not parallel.has_ranks:
         raise ValueError(
             f"parallel={parallel.strategy}: torchrun started {world_size} ranks, but {parallel.strategy} is one process; "

@@ -1,4 +1,4 @@
-"""Rules for single values of a config: the bounds and words of the schema, and names that must exist elsewhere.
+"""Rules for single values of a config: bounds and choices of the schema, and names that must exist elsewhere.
 
 A rule yields a line for each thing that is wrong: key, value and remedy. No torch here.
 """

@@ -1,4 +1,4 @@
-"""What the facts mean: what stands in the way, what to mend in which order, and the command to begin with."""
+"""What the facts mean: what prevents training, what to mend in which order, and the command to begin with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def findings_of(facts: Facts) -> list[Finding]:
 
 
 def strategies_to_try(facts: Facts, findings: list[Finding]) -> dict[str, int]:
-    """Strategy -> devices, of those that could run here; none while something stands in the way."""
+    """Strategy -> devices, for those that could run here; none while something prevents training."""
     if any(finding.stops for finding in findings):
         return {}
     gpus = facts.visible
@@ -52,7 +52,7 @@ def findings_of_tries(facts: Facts) -> list[Finding]:
 
 
 def advice(facts: Facts) -> str:
-    """The command to begin with, of what ran."""
+    """The command to begin with, among those that ran."""
     ran = {strategy for strategy, tried in facts.tries.items() if "error" not in tried}
     gpus = facts.visible
     strategy = "ddp" if gpus > 1 and "ddp" in ran else "single"
@@ -65,8 +65,8 @@ def advice(facts: Facts) -> str:
 
 
 def workers_per_rank(cores: int, ranks: int) -> int:
-    """As data.workers=auto chooses for data in files."""
-    return max(1, min(8, cores // ranks))
+    """What data.workers=auto chooses for data in files."""
+    return max(1, cores // ranks)
 
 
 def _python(facts: Facts) -> Finding:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -54,8 +55,8 @@ class Facts:
     tries: dict[str, dict[str, Any]] = field(default_factory=dict)  # strategy -> {"seconds"} or {"error"}
 
 
-def look(say: Any = lambda line: None) -> Facts:
-    """Everything that needs no training. `say` is told what takes a while."""
+def look(say: Callable[[str], None] = lambda line: None) -> Facts:
+    """Everything that needs no training. `say` is given a line before what takes a while."""
     say("asking torch and timm …")
     outputs = ROOT / "outputs"
     place = outputs if outputs.exists() else ROOT

@@ -91,7 +91,7 @@ def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
             at_last.start()
         pass_on(number, child)
 
-    with _signal_handlers(forward):
+    with signal_handlers(forward):
         code = child.wait()
     at_last.cancel()
     if code != 0:
@@ -128,7 +128,7 @@ def run_agent(
     )
     ended = Ended(world_size=launch.nproc_per_node if place.nodes == 1 else 0)
     variables = _environment(parallel) | listen_towards(place.address)
-    with _signal_handlers(None), _exported(variables):  # the agent installs handlers of its own and leaves them behind
+    with signal_handlers(None), _exported(variables):  # the agent installs handlers of its own and leaves them behind
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:
@@ -141,7 +141,7 @@ def run_agent(
 
 
 @contextmanager
-def _signal_handlers(handler: object) -> Iterator[None]:
+def signal_handlers(handler: object) -> Iterator[None]:
     """Install `handler` for the stop signals (None: leave them as they are), and put back what was there."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:

@@ -1,7 +1,7 @@
 """A sweep as one Slurm job array: a task per job, each bound to its run folder, `sweep.jobs` of them at a time.
 
-Nobody here waits for it: a task that has ended brings jobs.json up to date, and the last one writes the report
-(`python -m src.engine.sweep.array <sweep folder>`).
+No process waits for it: each task that ends brings jobs.json up to date, and the last one writes the report
+(`python -m src.engine.sweep.array <sweep folder> [<task> <its exit code>]`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.engine.launch.slurm import JOB_ID, SCRIPT, queued_job, sbatch, script_of, wait_for
+from src.engine.launch.slurm import JOB_ID, SCRIPT, jobs_in_queue, sbatch, script_of, wait_for
 from src.engine.launch.supervisor import SAFE_PATH
 from src.engine.machine.files import write_text
 from src.engine.machine.lock import own
@@ -22,26 +22,22 @@ from src.engine.sweep.child import read_end
 from src.schema import Config
 
 FOLDERS = "array.txt"  # a run folder per line: task n is line n + 1
-LOCK_SECONDS = 60.0  # for another task that brings jobs.json up to date
+LOCK_SECONDS = 60.0  # to wait for another task that is bringing jobs.json up to date
 
 
 def submit_array(jobs: Jobs, most: int | None, configs: Sequence[Config], is_new: bool) -> int:
     """Submit the waiting jobs of a sweep as one array. Returns the exit code: at once, unless cluster.wait=true.
 
-    `configs`: theirs. Where Slurm refuses it, the folder of a new sweep is gone again.
+    `configs` are those of the waiting jobs. Where Slurm refuses the array, the folder of a new sweep is removed again.
     """
     waiting, config = [job for job in jobs.jobs if job.status == "waiting"], configs[0]
-    if any(other.cluster != config.cluster for other in configs):
-        raise ValueError("cluster: the tasks of one array are of one size; sweep over cluster.* by a command for each")
+    script = jobs.folder.resolve() / SCRIPT
+    if not is_new and config.cluster.submit and (queued := jobs_in_queue().get(str(script))) is not None:
+        raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of it is still in the queue; wait, or scancel it")
     for job in waiting:
-        if (queued := queued_job(jobs.folder / job.folder)) is not None:
-            raise ValueError(
-                f"sweep.resume={jobs.folder}: job {queued} of it is still in the queue; wait, or scancel it"
-            )
         (jobs.folder / job.folder / "logs").mkdir(exist_ok=True)
     write_text(jobs.folder / FOLDERS, "".join(f"{(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs))
     tasks = ",".join(str(job.id) for job in waiting) + ("" if most is None else f"%{most}")
-    script = jobs.folder / SCRIPT
     write_text(script, array_script(config, jobs.folder, tasks))
     jobs.write()
     if not config.cluster.submit:
@@ -81,9 +77,9 @@ def array_script(config: Config, folder: Path, tasks: str) -> str:
 
 
 def update(folder: Path, task: int | None = None, code: int = 0) -> None:
-    """Bring jobs.json up to date with what the tasks have left so far; the report, when all have ended.
+    """Bring jobs.json up to date with the results of the tasks so far, and write the report when all have ended.
 
-    `task` has just ended with exit `code`, which says how where it has left no result.
+    `task` has just ended with exit `code`, which stands in for a result that it has not left.
     """
     until = time.monotonic() + LOCK_SECONDS
     while True:
@@ -99,6 +95,8 @@ def update(folder: Path, task: int | None = None, code: int = 0) -> None:
 def _update(folder: Path, task: int | None, code: int) -> None:
     jobs = read_jobs(folder)
     for job in jobs.jobs:
+        if job.id == task:
+            job.wait_again()
         read_end(job, folder / job.folder)
         if job.id == task and job.status in UNFINISHED and 0 < code < 128:  # above: a signal, after which it goes on
             job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"

@@ -28,18 +28,9 @@ if TYPE_CHECKING:
 FEWEST = 3  # blocks of sweep.repeats=auto: fewer leave the intervals too few degrees of freedom to be of use
 
 
-def first_blocks(settings: SweepConfig) -> int:
-    """How many blocks there are for certain."""
-    return min(FEWEST, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
-
-
-def is_repeated(settings: SweepConfig) -> bool:
-    return settings.repeats != 1
-
-
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Refuse blocks that cannot have seeds of their own."""
-    if not is_repeated(settings):
+    """Refuse repeats whose blocks cannot each have a seed of their own."""
+    if settings.repeats == 1:
         return
     seeds = {point.config.seed for point in points}
     if len(seeds) > 1:
@@ -51,11 +42,12 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
 
 
 def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
-    """Write every job's config into its folder and the list of jobs beside them: nothing queued changes any more.
+    """Write every job's config into its folder, and the list of jobs beside them: nothing changes what is queued any more.
 
     `order_seed` is drawn unless given.
     """
-    repeated = is_repeated(settings)
+    repeated = settings.repeats != 1
+    blocks = min(FEWEST, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
     jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
@@ -70,7 +62,7 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
     if baseline is not None:
         _append(jobs, [_copy(jobs, baseline, None, "baseline_first")])
     _append(jobs, in_order(jobs.order_seed, 0, first))
-    for _ in range(1, first_blocks(settings)):
+    for _ in range(1, blocks):
         append_block(jobs)
     if baseline is not None and settings.repeats != "auto":
         append_baseline(jobs)
@@ -79,14 +71,14 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
 
 
 def _baseline(jobs: list[Job], points: list[Point]) -> Job | None:
-    """What the sweep watches the machine by: the first point of single that can run here, else the first of any."""
+    """The job that shows how the machine drifts: the first point with single that can run here, else the first that can."""
     can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
     single = (job for job, point in can_run if point.config.parallel.strategy == "single")
     return next(single, can_run[0][0] if can_run else None)
 
 
 def append_block(jobs: Jobs) -> None:
-    """One more block, of the points that could run in the first; of `sweep.repeats=auto`, of those that have run."""
+    """One more block of the points that could run in the first; with `sweep.repeats=auto`, of those that are done."""
     first = [job for job in jobs.jobs if job.block == 0]
     block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
     again = [job for job in first if job.status in ("waiting", "done")]
@@ -102,7 +94,10 @@ def append_baseline(jobs: Jobs) -> None:
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """Of `sweep.repeats=auto`, all blocks recorded: whether an interval that the report states is wider than `precision`."""
+    """True if `sweep.repeats=auto` asks for one more block: an interval that the report states is wider than `precision`.
+
+    All blocks so far must have been recorded.
+    """
     from src.engine.report.collect import collect  # takes a while to import, and only this needs it
     from src.engine.report.comparison import group_runs
     from src.engine.report.decisions import SPEED, with_contrasts
@@ -136,7 +131,7 @@ def _append(jobs: Jobs, more: list[Job]) -> None:
 
 
 def _copy(jobs: Jobs, source: Job, block: int | None, subdir: str) -> Job:
-    """A job as an earlier one was frozen, text by text, but for its seed: composing again might read what has changed."""
+    """A job with an earlier one's frozen files, but for the seed. They are copied: composing again might read edited YAML."""
     assert source.seed is not None
     seed = source.seed + (block or 0) - (source.block or 0)
     old, new = jobs.folder / source.folder, claim_folder(jobs.folder / subdir)

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a live table in a terminal, a line per ended job when redirected; the plan of a dry run."""
+"""What people see of a sweep: a live table in a terminal, a line per ended job elsewhere; and the plan of a dry run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Board:
             self._live.stop()
 
     def update(self, now: bool = False) -> None:
-        """Called all the time; draws a few times a second, or `now`."""
+        """Draw the table, at most a few times a second unless `now`. Called all the time."""
         if self._live is not None and (now or time.monotonic() - self._updated > UPDATE_SECONDS):
             self._updated = time.monotonic()
             self._live.update(self._table(), refresh=True)
@@ -75,7 +75,7 @@ class Board:
         self.update(now=True)
 
     def seconds_left(self) -> float | None:
-        """By the rate since this start, whole jobs and the shares of those under way; None before anything is done."""
+        """Estimated from the jobs done since this start, with the shares of those under way; None before anything is done."""
         running = [job for job in self._jobs.jobs if job.status == "running"]
         shares = sum(self._share(job) for job in running)
         done = self._done + shares
@@ -114,7 +114,7 @@ class Board:
 
 
 class Progress:
-    """How far a job is, by its config and the newest line of its metrics.jsonl."""
+    """How far a job has got, by its config and the newest line of its metrics.jsonl."""
 
     def __init__(self, folder: Path) -> None:
         train = read_frozen(folder).train
@@ -127,7 +127,7 @@ class Progress:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The newest whole line of a metrics.jsonl, without reading what is before it; empty before there is one."""
+    """The newest whole line of a metrics.jsonl, read from its end; empty before there is one."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))

@@ -1,4 +1,4 @@
-"""A job of a sweep or search under way: started, followed, stopped, and how it ended; and one that is a process here."""
+"""A job of a sweep or search under way: how it is started, followed and stopped, and how it ended; and one that runs here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from src.engine.record.result import Result, read_result, write_result
 from src.engine.sweep.devices import share_of
 from src.engine.sweep.packing import Need
 
-Watch = Callable[[], str]  # why the job under way should be pruned; empty: it should not
+Watch = Callable[[], str]  # returns why the job under way should be pruned; empty if it should not
 
 
 def read_end(job: Job, folder: Path) -> None:
@@ -50,14 +50,14 @@ class Child(ABC):
 
     @abstractmethod
     def start(self, need: Need, names: Sequence[str]) -> None:
-        """`names`: devices that are the job's alone; none: the machine as this process was given it."""
+        """`names`: the devices that this job has to itself; empty: all that this process may use."""
 
     @abstractmethod
     def has_left(self) -> bool: ...
 
     @abstractmethod
     def send(self, number: int) -> None:
-        """Make it save and leave; nothing happens to one that has left. `number`: of the signal that says so."""
+        """Make it save and leave, by the signal `number`. Does nothing if it has left."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -65,21 +65,21 @@ class Child(ABC):
 
     @abstractmethod
     def without_result(self, error: str) -> tuple[str, str]:
-        """Status and reason of one that has left by itself, and no result. `error` says what was found instead."""
+        """Status and reason of a job that left by itself without a result. `error` says what was found instead."""
 
     def held_bytes(self) -> int:
-        """Of this machine's memory."""
+        """Memory of this machine that it holds now."""
         return 0
 
     def exit_code(self) -> int:
-        """Not 0 although its result says done: it is not."""
+        """Of its process. A job whose result says done has failed if this is not 0."""
         return 0
 
     def has_ended(self) -> bool:
         """True if it has left. Asks `watch` while it has not, and prunes the job once that gives a reason."""
         if self.has_left():
             if self._watch is not None:
-                self._watch()  # its last values, which others are compared with
+                self._watch()  # its last values: other trials are compared with them
             return True
         if self._watch is not None and not self._pruned and (reason := self._watch()):
             self._pruned = reason
@@ -87,7 +87,7 @@ class Child(ABC):
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Write into the job, and its result, how it ended. `stopped_by`: the signal that ended the sweep meanwhile."""
+        """Write into the job, and into its result, how it ended. `stopped_by`: the signal that has stopped the sweep, if any."""
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began
         try:

@@ -1,4 +1,4 @@
-"""What of this machine is handed to jobs that run side by side, and how a job is kept to its share."""
+"""Which devices of this machine there are to hand out, what a job needs of them, and how it is kept to its share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,8 @@ def devices_here() -> dict[str, list[str]]:
     return {"cpu": [str(core) for core in cores], "cuda": cuda, "mps": ["mps"]}
 
 
-def places_in_queue(most: int | None) -> dict[str, list[str]]:
-    """Of jobs that Slurm runs, which gives them devices: places for as many as are to be submitted at a time."""
-    assert most is not None
-    return {"slurm": [str(place) for place in range(most)]}
-
-
 def need_of(config: Config) -> Need:
-    """Of a resolved config. A job that numbers its devices itself has them all, and so runs alone."""
+    """What a job of this resolved config takes. One that names its devices by number is given all of them, and so runs alone."""
     if config.cluster.scheduler == "slurm":
         return Need("slurm", 1)
     parallel = config.parallel
@@ -44,9 +38,9 @@ def least_bytes(config: Config) -> int:
 
 
 def share_of(need: Need, names: Sequence[str]) -> tuple[dict[str, str], Callable[[], None]]:
-    """(variables for the job's environment, what its process does before it becomes the job).
+    """(environment variables of the job, a function for its process to call before it becomes the job).
 
-    On CPU an affinity mask, which ranks, loader workers and thread pools inherit; macOS has none.
+    On CPU the function sets an affinity mask, which ranks, loader workers and thread pools inherit; macOS has none.
     """
     cores = {int(name) for name in names} if need.kind == "cpu" else set()
 
@@ -61,8 +55,8 @@ def share_of(need: Need, names: Sequence[str]) -> tuple[dict[str, str], Callable
 def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jobs: Config) -> int | None:
     """`sweep.jobs` or `search.n_jobs` as a number; None for auto: as many as there are devices for.
 
-    `key` names it in refusals; `configs` are those of the jobs, resolved, as far as they are known; `all_jobs` holds
-    what the sweep or search says of all of them. Refused where jobs are timed, or memory holds fewer.
+    `key` names it in refusals; `configs` are the jobs' resolved ones, as far as they are known; `all_jobs` holds what the
+    sweep or search says of all of them. Refused where jobs are timed, or memory holds fewer.
     """
     if asked == 1:
         return 1
@@ -80,14 +74,15 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
         return None
     if all_jobs.cluster.scheduler != "local":  # the nodes' memory is the scheduler's to give
         return int(asked)
-    number, free = int(asked), memory.available()
-    least = min((least_bytes(config) for config in configs), default=LEAST_BYTES)
-    if number * least > free and number > max(1, free // least):
+    free = memory.available()
+    least = min(map(least_bytes, configs), default=LEAST_BYTES)
+    fit = max(1, free // least)
+    if int(asked) > fit:
         raise ValueError(
             f"{key}={asked}: {free / 2**30:.1f} GiB of memory are free, and a job takes {least / 2**30:.2f} GiB or more; "
-            f"{max(1, free // least)} fit"
+            f"{fit} fit"
         )
-    return number
+    return int(asked)
 
 
 def why_alone(packing: Packing, need: Need) -> str:

@@ -1,4 +1,4 @@
-"""Which job starts next, and on which devices of the machine. No process and no clock, so that a test can play a whole sweep.
+"""Which job starts next, and on which devices. It knows no process and no clock, so that a test can play a whole sweep.
 
 The largest jobs first, so that small ones fill what is left. The first that does not fit is reserved: nothing behind it
 takes devices of its kind until it has started, else a stream of small jobs would keep it waiting for ever.
@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Need:
-    """What a job takes: `count` devices of a kind (cpu: cores; cuda, mps), or the machine alone; or a place in Slurm's queue."""
+    """What a job takes: `count` devices of a kind (cpu: cores; cuda; mps; slurm: places in its queue), or all of them, alone."""
 
     kind: str
     count: int
     alone: bool = False
-
-
-def always(job: int) -> bool:
-    return True
 
 
 class Packing:
@@ -35,11 +31,12 @@ class Packing:
         self._order = {name: place for names in devices.values() for place, name in enumerate(names)}
 
     def start_next(
-        self, waiting: Sequence[tuple[int, Need]], has_memory: Callable[[int], bool] = always
+        self, waiting: Sequence[tuple[int, Need]], has_memory: Callable[[int], bool] = lambda job: True
     ) -> tuple[int, list[str]] | None:
-        """The job to start now and its devices, taken; None: wait until one has ended. Ask again until it is None.
+        """The job to start now, and its devices, which it then holds. None: wait until one has ended. Ask until it is None.
 
-        `waiting`: (job, need) in order. `has_memory` is asked before a job starts beside others; one without waits reserved.
+        `waiting`: (job, need) in order. `has_memory` is asked before a job starts beside others; a job without it waits,
+        and is reserved as one without devices is.
         """
         if self.is_full:
             return None
@@ -63,15 +60,15 @@ class Packing:
 
     @property
     def is_full(self) -> bool:
-        """Whether no job whatsoever could start."""
+        """True if no job whatsoever could start."""
         none_left = self.held and not any(self.free[need.kind] for need, _ in self.held.values())
         return bool(none_left) or (self.most is not None and len(self.held) >= self.most)
 
     def describe_free(self) -> str:
         """For people: of each kind that jobs hold, what is free."""
         kinds = dict.fromkeys(need.kind for need, _ in self.held.values())
-        words = {"cpu": "cores", "cuda": "CUDA devices", "mps": "Apple GPUs", "slurm": "places in Slurm's queue"}
-        return ", ".join(f"{len(self.free[kind])} of {self.total[kind]} {words[kind]}" for kind in kinds) or "all"
+        names = {"cpu": "cores", "cuda": "CUDA devices", "mps": "Apple GPUs", "slurm": "places in Slurm's queue"}
+        return ", ".join(f"{len(self.free[kind])} of {self.total[kind]} {names[kind]}" for kind in kinds) or "all"
 
     def beside(self, need: Need) -> int:
         """How many jobs of this need the machine holds at a time."""
@@ -82,7 +79,7 @@ class Packing:
         return entry[1].alone, -self._count(entry[1])
 
     def _count(self, need: Need) -> int:
-        """What is asked for, or all there is: four CPU ranks on two cores share them, but with nobody else."""
+        """As many as are asked for, or all there are: four CPU ranks on two cores share them, but with no other job."""
         return max(1, min(need.count, self.total[need.kind]))
 
     def _take(self, job: int, need: Need) -> list[str]:

@@ -26,7 +26,7 @@ from src.schema import Config, SearchConfig
 
 @dataclass
 class Point:
-    """One job-to-be."""
+    """A job that a sweep may run."""
 
     overrides: list[str]
     subdir: str  # below the sweep folder
@@ -45,6 +45,8 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
         points = [_compose_point(command, overrides, number) for number, overrides in enumerate(_product(command))]
     except HydraException as error:
         raise ValueError(" ".join(str(error).split())) from error
+    if not points:
+        raise ValueError(f"{' '.join(given(command.tree))}: a swept range holds no number, so there is nothing to run")
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
         raise ValueError(
@@ -58,7 +60,7 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 
 def settle(point: Point) -> None:
-    """Resolve the point's config for this machine, or note why it cannot run here."""
+    """Resolve the point's config for this machine, or record why it cannot run here."""
     try:
         check_combination(point.config)
         asked, point.config = point.config, resolve(point.config)
@@ -101,20 +103,17 @@ def _save_hydra_files(tree: DictConfig, folder: Path) -> None:
 
 def given(tree: DictConfig) -> list[str]:
     """The overrides as they were written; read one by one, OmegaConf would put in what `${…}` stands for."""
-    words = OmegaConf.to_container(tree.hydra.overrides.task)
-    assert isinstance(words, list)
-    return [str(word) for word in words]
+    overrides = OmegaConf.to_container(tree.hydra.overrides.task)
+    assert isinstance(overrides, list)
+    return [str(override) for override in overrides]
 
 
 def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
-    """The keys that the command line gives of a sweep or search that goes on: of `keys`, or shell code, which is nowhere else.
-
-    Any other was frozen when it began, and is refused.
-    """
-    said = {word.lstrip("+").partition("=")[0] for word in given(command.tree)}
-    if changed := sorted(said.difference(("sweep.resume", *keys, *(f"cluster.{key}" for key in CODE)))):
+    """The keys that the command line sets. Refused for a resumed sweep, unless among `keys`, or shell code, which no file holds."""
+    set_here = {override.lstrip("+").partition("=")[0] for override in given(command.tree)}
+    if changed := sorted(set_here.difference(("sweep.resume", *keys, *(f"cluster.{key}" for key in CODE)))):
         raise ValueError(f"{changed[0]}: what goes on keeps its settings (sweep.resume={folder}); leave it out")
-    return said
+    return set_here
 
 
 def _product(command: Command) -> list[list[str]]:

@@ -9,18 +9,18 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Protocol
 
 from src.engine.config.compose import read_frozen
+from src.engine.launch.supervisor import signal_handlers
 from src.engine.machine import hardware, memory
 from src.engine.machine.lock import own
-from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.record.jobs import Job, Jobs, now
 from src.engine.record.result import Result
 from src.engine.sweep.board import Board
 from src.engine.sweep.child import Child, Process, Watch
-from src.engine.sweep.devices import devices_here, least_bytes, need_of, places_in_queue, why_alone
+from src.engine.sweep.devices import devices_here, least_bytes, need_of, why_alone
 from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.submitted import SlurmQueue, Submitted
 
@@ -32,16 +32,16 @@ LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
 class Queue(Protocol):
     """Where jobs come from: a sweep has them all, a search asks for the next trial."""
 
-    needed_at_end: Sequence[str]  # modules that take a second to import: the first job meanwhile imports torch
+    needed_at_end: Sequence[str]  # modules that take a second to import, so they are while the first job imports torch
 
     def waiting(self) -> Sequence[Job]:
-        """Frozen jobs that may start now. Asked again when one has started or ended; empty and nothing under way: done."""
+        """Frozen jobs that may start now. Asked again when one has started or ended; all is done when none waits or runs."""
 
     def watch(self, job: Job) -> Watch | None:
-        """What says that a running job should be pruned, if anything."""
+        """What tells that the running job should be pruned, if anything."""
 
     def ended(self, job: Job) -> None:
-        """A job of this queue has ended, and says how; it is recorded afterwards."""
+        """Called when a job has ended and holds how, before that is recorded."""
 
 
 class Runner:
@@ -52,7 +52,7 @@ class Runner:
         self.jobs = jobs
         self.stopped_by: int | None = None
         self._slurm = slurm
-        self._packing = Packing(devices_here() if slurm is None else places_in_queue(most), most)
+        self._packing = Packing(devices_here() if slurm is None else {"slurm": list(map(str, range(most or 1)))}, most)
         self._children: dict[int, Child] = {}
         self._board = Board(jobs, self._packing)
         self._needs: dict[int, tuple[Need, int]] = {}  # of a job, and the least memory that it takes
@@ -61,27 +61,18 @@ class Runner:
         self._looked = time.monotonic()
         self._may_start = True  # something has changed since the last try
 
-    def __enter__(self) -> Runner:
-        self._owned = own(self.jobs.folder)
-        self._owned.__enter__()
-        self._handlers = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
-        self._board.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for child in self._children.values():  # only where an exception has come out of `run`
-            child.send(signal.SIGTERM)
-        for child in self._children.values():
-            child.wait()
-        self._board.__exit__(kind, error, trace)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._owned.__exit__(kind, error, trace)
-
     def run(self, queue: Queue) -> None:
-        """Until the queue has no more jobs, or a signal has ended those under way."""
+        """Run jobs until the queue has no more, or a signal has ended those under way."""
+        with own(self.jobs.folder), signal_handlers(self._stop), self._board:
+            try:
+                self._run(queue)
+            finally:
+                for child in self._children.values():  # of an exception
+                    child.send(signal.SIGTERM)
+                for child in self._children.values():
+                    child.wait()
+
+    def _run(self, queue: Queue) -> None:
         self._say_if_alone(queue)
         early = list(queue.needed_at_end) if hardware.cores() > 1 else []  # on one core nothing is saved
         while True:
@@ -99,7 +90,7 @@ class Runner:
                 self._may_start = True
 
     def record(self, job: Job) -> None:
-        """Put down how a job ended, in jobs.json and on the screen."""
+        """Write down how a job ended, in jobs.json and on the screen."""
         self.jobs.write()
         self._board.ended(job)
 
@@ -144,7 +135,7 @@ class Runner:
             self.record(job)
 
     def _say_if_alone(self, queue: Queue) -> None:
-        """To people who asked for jobs side by side, where each takes so much that there will be none."""
+        """Say so where jobs side by side were asked for, but each takes so much that it will run alone."""
         needs = {self._need(job) for job in queue.waiting()} if self._packing.most != 1 else set()
         if needs and all(self._packing.beside(need) == 1 for need in needs):
             self._board.say(why_alone(self._packing, max(needs, key=lambda need: need.count)))
@@ -157,7 +148,7 @@ class Runner:
         return Need(need.kind, need.count, True) if job.id in self._alone else need
 
     def _has_memory(self, job: int) -> bool:
-        """Whether one more fits beside those under way, once they have grown to what any job of this sweep has held."""
+        """True if the job fits beside those under way, once all have grown to the most that any of this sweep has held."""
         expected = max(self._largest, self._needs[job][1])
         held = [child.held_bytes() for child in self._children.values()]
         self._largest = max(self._largest, *held)
@@ -175,13 +166,13 @@ class Runner:
 
 
 def wants_memory(job: Job, result: Result | None) -> bool:
-    """Whether the job ended because the machine's memory was short; a GPU is a job's own, so there it would end so again."""
+    """True if the job ended because this machine's memory was short. A GPU is the job's own: there it would end so again."""
     on_device = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
     return job.status == "out_of_memory" and not on_device
 
 
 def say_stopped(number: int, folder: Path) -> int:
-    """How to go on after a stop signal; returns the exit code."""
+    """Say how to go on after a stop signal; returns the exit code."""
     name = signal.Signals(number).name
     again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder}"])
     print(f"Stopped by {name}. Go on with: {again}", file=sys.stderr)

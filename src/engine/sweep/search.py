@@ -1,9 +1,9 @@
 """A hyper-parameter search: Optuna proposes each next trial, and a trial is a job like those of a sweep.
 
-Only this process talks to the study; ranks know nothing of it. A trial's value is the objective of its result.json, and
-what decides on pruning is what its metrics.jsonl says meanwhile. All that later trials need is frozen in search.yaml when
-the search starts, so editing YAML changes nothing, and a search that was stopped or killed goes on from its folder, the
-half-done trial from its checkpoint. With cluster=slurm each trial is a job of its own, which goes on meanwhile.
+Only this process talks to the study; ranks know nothing of it. A trial's value is the objective in its result.json, and
+pruning is decided by what its metrics.jsonl says while it runs. All that later trials need is frozen in search.yaml when
+the search starts, so editing YAML changes nothing. A search that was stopped or killed goes on from its folder, and a
+half-done trial from its checkpoint. With cluster=slurm each trial is a job of Slurm's, which runs on meanwhile.
 `optuna-dashboard sqlite:///<folder>/study.db` shows the study at any time.
 """
 
@@ -28,7 +28,7 @@ from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, freeze_job, keys_that_may_change
 from src.engine.sweep.runner import Runner, say_stopped
 from src.engine.sweep.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
-from src.engine.sweep.study import Follower, ask, delete_study, open_study
+from src.engine.sweep.study import Follower, ask, open_study
 from src.engine.sweep.submitted import SlurmQueue
 from src.schema import ClusterConfig
 
@@ -65,7 +65,9 @@ def start_search(command: Command, base: Point) -> int:
     except ValueError:
         # Slurm refuses the first trial, and so would all others. Whatever else is wrong, what there is stays.
         if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
-            delete_study(study)
+            import optuna
+
+            optuna.delete_study(study_name=study.study_name, storage=study._storage)  # so that its name is free again
             shutil.rmtree(folder)
         raise
 
@@ -111,26 +113,25 @@ class Search:
                 read_end(job, jobs.folder / job.folder)
             if job.status in UNFINISHED:
                 job.wait_again()
+        self._runner = Runner(jobs, most, self.slurm)
         self._next: Job | None = None  # asked for, and not started yet
         self._trials: dict[int, optuna.Trial] = {}  # asked for, and not told yet
 
     def _take_over_ends(self) -> None:
-        """Of trials that the study knows to have ended: the search was killed before it could write so into jobs.json."""
+        """Take over how trials have ended that the study knows of: the search was killed before it could write jobs.json."""
         told = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
         for job in self.jobs.jobs:
             if job.status in UNFINISHED and job.id in told:
                 job.status, job.reason = told[job.id]["status"], told[job.id]["reason"]
 
     def run(self) -> int:
-        with Runner(self.jobs, self.most, self.slurm) as self._runner:
-            self._runner.run(self)
-        stopped_by = self._runner.stopped_by
+        self._runner.run(self)
         self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
         self.jobs.write()
-        return self._close(stopped_by)
+        return self._close(self._runner.stopped_by)
 
     def waiting(self) -> list[Job]:
-        """The next trial, once: asked for only when another may start, so that it knows how the earlier ones ended."""
+        """The next trial, asked for only when another may start, so that it knows how the earlier ones have ended."""
         if self._next is None and not self._has_failed_too_often():
             self._next = self._ask()
         return [] if self._next is None else [self._next]
@@ -168,7 +169,7 @@ class Search:
             job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
-        """A stopped trial is not told: it goes on when the search does."""
+        """Tell the study how a trial has ended. An interrupted one is not told: it goes on when the search does."""
         from optuna.trial import TrialState
 
         value = read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
@@ -186,7 +187,7 @@ class Search:
         self.failed += job.status in FAILED
 
     def _has_failed_too_often(self) -> bool:
-        """Whether there have been so many that no more are to be tried; says so once."""
+        """True if so many have failed that no more are to be tried; says so once."""
         limit = self.config.search.max_failure_rate
         if self.failed <= limit * self.n_trials:
             return False

@@ -36,7 +36,7 @@ def draw_study(study: optuna.Study, metric: str) -> list[tuple[str, str]]:
     keys = sorted({key for trial in done for key in trial.params})[:MOST_SLICES]
     named = {"target_name": metric}
     at_each = f"{metric} at each evaluation; a curve that ends early is a pruned trial"
-    wanted: list[tuple[bool, str, Callable[..., Any], dict[str, Any]]] = [
+    possible: list[tuple[bool, str, Callable[..., Any], dict[str, Any]]] = [
         (bool(done), f"{metric} of each trial, and the best so far", plots.plot_optimization_history, named),
         (
             len(different) >= LEAST_FOR_IMPORTANCE,
@@ -48,7 +48,7 @@ def draw_study(study: optuna.Study, metric: str) -> list[tuple[str, str]]:
         (True, "When each trial ran, and how it ended: done, pruned or failed", plots.plot_timeline, {}),
         (bool(done), f"{metric} over each key; the darker, the later", plots.plot_slice, {"params": keys, **named}),
     ]
-    return [(caption, _svg(partial(plot, study, **more), caption)) for there, caption, plot, more in wanted if there]
+    return [(caption, _svg(partial(plot, study, **more), caption)) for has, caption, plot, more in possible if has]
 
 
 def _svg(plot: Callable[[], Any], caption: str) -> str:

@@ -2,8 +2,8 @@
 
 `interval(a,b)`, `tag(log,interval(a,b))`, `int(interval(a,b))`, `range(a,b,step)`, `choice(a,b)` and `a,b` mean what they
 mean to Hydra: an interval is continuous, a range ends before b. Groups (`model=tiny,resnet18`) cannot be searched: later
-trials would have to read conf/ again, and editing YAML must change nothing queued; sweep over them, or name the key that
-differs (`model.name=…`).
+trials would have to read conf/ again, which may have been edited. Sweep over them, or name the key that differs
+(`model.name=…`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_space(command: Command) -> list[Dimension]:
 
 
 def parse_space(params: dict[str, Any]) -> list[Dimension]:
-    """Key -> text in Hydra's sweep syntax."""
+    """The dimensions of `search.params`: key -> text in Hydra's sweep syntax."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -136,7 +136,7 @@ def _dimension(override: Any) -> Dimension:
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> None:
-    """Refuse a search that can never be right: its settings, and the ends of every dimension."""
+    """Refuse settings that contradict each other, ends of a dimension that no config may have, and trials that cannot run here."""
     settings, metric = config.search, config.optimized_metric
     if settings.direction is not None and settings.direction != natural_direction(metric):
         raise ValueError(f"search.direction={settings.direction}: {metric} is one to {natural_direction(metric)}")
@@ -211,7 +211,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Those of a search's overrides that its trials share, so that a trial's own run needs no -m."""
+    """The overrides that a search hands on to its trials: without the search itself, so that a trial's run needs no -m."""
     not_kept = ("search=", "search.", "sweep.", *(f"cluster.{key}=" for key in CODE))
     kept = [item for item in overrides if not item.lstrip("+").startswith(not_kept)]
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)

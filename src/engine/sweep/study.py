@@ -1,4 +1,4 @@
-"""Optuna's side of a search: the study in its database, the next trial of it, and what a running trial reports to it."""
+"""Optuna's side of a search: the study in its database, its next trial, and what a running trial reports to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # its import takes a while, and only a search needs it
 
 
 def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
-    """The study of a search in its storage, which for a new one must not have it yet."""
+    """The study of a search, from its storage. A new one is refused where the storage has a study of that name."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -40,20 +40,13 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
         raise ValueError(f"search.storage: cannot be opened ({type(error).__name__}); give sqlite:///<file>") from error
 
 
-def delete_study(study: optuna.Study) -> None:
-    """Of a search that could not begin, so that its name is free again."""
-    import optuna
-
-    optuna.delete_study(study_name=study.study_name, storage=study._storage)
-
-
 def ask(
     study: optuna.Study, settings: SearchConfig, space: list[Dimension], number: int, most: int | None
 ) -> optuna.Trial:
-    """The trial of this number: begun before the search was stopped, or asked for now.
+    """The trial of this number: one begun before the search was stopped, or a new one.
 
-    A trial's draws are a function of the seed and its number, so a resumed search does not repeat its first ones.
-    `most`: trials at a time, None for several.
+    A trial's draws are a function of the seed and its number, so a resumed search does not repeat its first draws.
+    `most`: trials at a time, None for as many as there are devices for.
     """
     from optuna.trial import Trial
 
@@ -80,13 +73,13 @@ def _sampler(settings: SearchConfig, number: int, most: int | None) -> optuna.sa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experimental: constant_liar, since version 2.8
         if settings.sampler == "tpe":
-            # Those under way count as bad, or trials side by side would try nearly the same.
+            # Trials under way count as bad ones, else trials side by side would try nearly the same values.
             return samplers.TPESampler(seed=seed, constant_liar=most != 1)
         return samplers.RandomSampler(seed)
 
 
 class Follower:
-    """Hands what a running trial logs to the study, and says when it should be pruned."""
+    """Reports to the study what a running trial logs, and says when the trial should be pruned."""
 
     def __init__(self, trial: optuna.Trial, path: Path, metric: str) -> None:
         self.trial, self.path, self.metric = trial, path, metric
@@ -94,9 +87,9 @@ class Follower:
         self._reported = 0
 
     def __call__(self) -> str:
-        """Why the trial should stop now; empty: it should not.
+        """Why the trial should stop now; empty if it should not.
 
-        The n-th value is compared with the n-th of other trials, whose steps may be others (another batch size).
+        The n-th value is compared with the n-th of other trials: their steps may differ (another batch size).
         """
         size = self.path.stat().st_size if self.path.exists() else -1
         if size == self._size:

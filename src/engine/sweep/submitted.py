@@ -1,8 +1,8 @@
-"""A trial of a search as a Slurm job: submitted once, followed by its folder and by Slurm's queue, cancelled.
+"""A trial of a search as a Slurm job: submitted once, followed in its folder and in Slurm's queue, cancelled.
 
-It goes on when the search is killed. So a search that goes on looks for the trial first: what has ended meanwhile is
-taken as it is, and what is in the queue is followed again. A job is known by the path of its script, which Slurm keeps,
-also where the search was killed before it had noted the job's number.
+It runs on when the search is killed. So a resumed search looks for the trial first: one that has ended meanwhile is taken
+as it is, and one in the queue is followed again. A job is found by the path of its script, which Slurm keeps, even if the
+search was killed before it had written down the job's number.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ FILES_SECONDS = 10.0  # for a network file system to show here what a node has w
 
 
 class SlurmQueue:
-    """What this user has in Slurm's queue, asked for now and then on behalf of all trials."""
+    """This user's jobs in Slurm's queue, asked for now and then on behalf of all trials."""
 
     def __init__(self, code: ClusterConfig) -> None:
-        """`code`: with the setup and extra of this command, which no frozen config has."""
+        """`code`: a config with the setup and extra of this command, which no frozen config has."""
         self.code = code
         self._jobs: dict[str, str] = {}
         self._looked = -LOOK_SECONDS
 
     def job_of(self, script: Path) -> str | None:
-        """The number of the job that waits or runs, None where there is none; as it was a moment ago."""
+        """The number of the script's job while it waits or runs, else None; as of a few seconds ago."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
-            with suppress(ValueError):  # its controller is busy or restarts: what was there will be there
+            with suppress(ValueError):  # Slurm's controller is busy or restarts: assume that nothing has changed
                 self._look()
         return self._jobs.get(str(script))
 
     def job_now(self, script: Path) -> str | None:
-        """As `job_of`, at this moment; a controller that does not answer is given a minute."""
+        """As `job_of`, but as of now; a controller that does not answer is given a minute."""
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -72,7 +72,7 @@ class Submitted(Child):
         self._queue, self._script = queue, folder.resolve() / SCRIPT
         self._number: str | None = None  # of its job in the queue
         self._cancelled = False
-        self._missed: float | None = None  # when it was found to be neither in the queue nor to have a result
+        self._missed: float | None = None  # since when it has been neither in the queue nor ended by its result
 
     def start(self, need: Need, names: Sequence[str]) -> None:
         self._number = self._queue.job_now(self._script)
@@ -119,5 +119,5 @@ class Submitted(Child):
         return read_status(self.folder) == "done"
 
     def _has_final_result(self) -> bool:
-        """An interrupted one goes on: its time was up, or it was cancelled."""
+        """True if it has ended for good. An interrupted one goes on: its time was up, or it was cancelled."""
         return read_status(self.folder) not in (None, "interrupted")

@@ -1,4 +1,4 @@
-"""A sweep: every point frozen first, then run in processes of its own, in blocks where there are repeats; then the report."""
+"""A sweep: every point is frozen first, then each runs in processes of its own, in blocks where repeated; then the report."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
     `training_size` tells how many training images there are, for the plan that a dry run shows.
     """
     command, points = expand(arguments)
-    for line in dict.fromkeys(line for point in points for line in point.remarks):
-        print(line, flush=True)
     settings = command.config.sweep
     earlier = None if settings.resume is None else Path(settings.resume)
+    if earlier is None:  # else these points are not what runs
+        for line in dict.fromkeys(line for point in points for line in point.remarks):
+            print(line, flush=True)
     if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
         from src.engine.sweep.search import resume_search, start_search
 
@@ -53,9 +54,14 @@ def _new(command: Command, points: list[Point]) -> tuple[Jobs, int | None, list[
     if all(point.reason for point in points):
         raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
     check_blocks(points, settings)
-    if settings.repeats == "auto" and command.config.cluster.scheduler != "local":
-        raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
     configs = [point.config for point in points if not point.reason]
+    if command.config.cluster.scheduler != "local":
+        if settings.repeats == "auto":
+            raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
+        if any(config.cluster != configs[0].cluster for config in configs):
+            raise ValueError(
+                "cluster: the tasks of one array are of one size; sweep over cluster.* by a command for each"
+            )
     most = jobs_at_a_time("sweep.jobs", settings.jobs, configs, command.config)
     check_scheduler(command.config.cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
@@ -63,7 +69,7 @@ def _new(command: Command, points: list[Point]) -> tuple[Jobs, int | None, list[
 
 
 def _reopened(folder: Path, command: Command) -> tuple[Jobs, int | None, list[Config]]:
-    """An earlier sweep, with what is missing or failed to be run (again); frozen configs stay as they were."""
+    """An earlier sweep, with what is missing or has failed to be run (again); frozen configs stay as they were."""
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
     for job in jobs.jobs:
@@ -90,13 +96,13 @@ class Sweep:
         """`most`: jobs at a time; None: as many as there are devices for."""
         self.jobs, self.most = jobs, most
         self.settings = read_frozen(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
-        # Of a sweep whose jobs are timed, it may be the first one's start that is compared.
+        # Where jobs are timed, importing beside the first one would slow its start down.
         self.needed_at_end: Sequence[str] = (
             () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
         )
 
     def waiting(self) -> list[Job]:
-        """Of `sweep.repeats=auto`, once all have ended, also of a further block as long as one is wanted."""
+        """With `sweep.repeats=auto`, once all have ended, also those of one more block, as long as the report needs one."""
         if self.settings.repeats == "auto" and self.jobs.have_ended:
             more = append_block if wants_block(self.jobs, self.settings) else append_baseline
             more(self.jobs)
@@ -106,11 +112,11 @@ class Sweep:
         """Nothing prunes a job of a sweep."""
 
     def ended(self, job: Job) -> None:
-        """It is a row, however it ended."""
+        """However it ended, it is a row."""
 
     def run(self) -> int:
-        with Runner(self.jobs, self.most) as runner:
-            runner.run(self)
+        runner = Runner(self.jobs, self.most)
+        runner.run(self)
         self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
         self.jobs.write()
         return self._close(runner.stopped_by)
