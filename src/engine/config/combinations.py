@@ -19,20 +19,7 @@ DDP_ONLY = (
     "comm_hook",
     "dist_bn",
 )
-SCHEDULE_KEYS = (  # arguments of timm's create_scheduler_v2 that have keys of their own here, or follow from others
-    "sched",
-    "num_epochs",
-    "decay_epochs",
-    "decay_milestones",
-    "cooldown_epochs",
-    "decay_rate",
-    "min_lr",
-    "warmup_lr",
-    "warmup_epochs",
-    "warmup_prefix",
-    "step_on_epochs",
-    "updates_per_epoch",
-)
+FOLLOWING = ("num_epochs", "warmup_prefix", "step_on_epochs", "updates_per_epoch")  # of a schedule, from other keys
 SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read it; any other argument: all
     **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
     "k_decay": ("cosine", "poly"),
@@ -169,6 +156,7 @@ def _schedule(config: Config) -> Iterator[str]:
     for key in optim.sched_kwargs:
         if optim.sched not in SCHEDULES_WITH.get(key, (optim.sched,)):
             yield f"optim.sched_kwargs.{key}: has no effect with optim.sched={optim.sched}"
-    own = sorted(set(optim.sched_kwargs).intersection(SCHEDULE_KEYS))
-    if own:
-        yield f"optim.sched_kwargs.{own[0]}: set optim.{own[0]} instead"
+        if hasattr(optim, key):
+            yield f"optim.sched_kwargs.{key}: set optim.{key} instead"
+        if key in FOLLOWING:
+            yield f"optim.sched_kwargs.{key}: follows from other keys, e.g. train.epochs; leave it out"

@@ -165,23 +165,21 @@ def is_lower_better(objective: str) -> bool:
 @cache
 def timm_models() -> frozenset[str]:
     """Every model name timm registers, without its pretrained tag (`resnet18`, not `resnet18.a1_in1k`)."""
-    names: set[str] = set()
-    for path in (_timm() / "models").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        names.update(re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE))
-        for block in re.findall(r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL):
-            names.update(re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE))
+    text = _timm_models_text()
+    names = re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
+    for block in re.findall(r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL):
+        names += re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE)
     return frozenset(names)
 
 
 @cache
 def timm_tags() -> frozenset[str]:
     """Models with the tag of their weights (`resnet18.a1_in1k`), as far as timm's files spell them out."""
-    return frozenset(
-        tag
-        for path in (_timm() / "models").glob("*.py")
-        for tag in re.findall(r"'(\w+\.\w+)'\s*:", path.read_text(encoding="utf-8"))
-    )
+    return frozenset(re.findall(r"'(\w+\.\w+)'\s*:", _timm_models_text()))
+
+
+def _timm_models_text() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((_timm() / "models").glob("*.py")))
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -43,18 +43,13 @@ class Board:
         self._done = 0  # jobs, since this start
         self._progress: dict[int, Progress] = {}
 
-    def __enter__(self) -> Board:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While the jobs run."""
         self.say(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}")
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
+        with self._live or nullcontext():
+            yield
             self.update(now=True)
-            self._live.stop()
 
     def update(self, now: bool = False) -> None:
         """Draw the table, at most a few times a second unless `now`. Called all the time."""

@@ -63,7 +63,7 @@ class Runner:
 
     def run(self, queue: Queue) -> None:
         """Run jobs until the queue has no more, or a signal has ended those under way."""
-        with own(self.jobs.folder), signal_handlers(self._stop), self._board:
+        with own(self.jobs.folder), signal_handlers(self._stop), self._board.shown():
             try:
                 self._run(queue)
             finally:

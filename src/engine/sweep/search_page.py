@@ -41,14 +41,19 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
-    """Write search.html and search.md; returns the path of search.html."""
+    """Write search.html, and search.md for a terminal; returns the path of search.html."""
+    from markupsafe import Markup
+
+    from src.engine.sweep.search_plots import draw_study
+
     settings, metric = config.search, config.optimized_metric
     keys = [key.lstrip("+") for key in settings.params]
-    trials = _rows(jobs, study, keys)
+    asked = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
+    trials = [_row(job, asked.get(job.id), keys) for job in jobs.jobs]
     best = best_trial(study)
     done = sorted(
         (trial for trial in trials if trial.value),
-        key=lambda trial: float(trial.value),
+        key=lambda trial: asked[trial.number].value or 0.0,
         reverse=settings.direction == "maximize",
     )
     page = {
@@ -62,22 +67,17 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
         "top": done[:NUM_BEST],
         "trials": trials,
         "unfinished": [trial for trial in trials if trial.status != "done"],
+        "plots": [(caption, Markup(svg)) for caption, svg in draw_study(study, metric)],  # matplotlib escaped its text
         "url": "<search.storage>" if settings.storage else f"sqlite:///{jobs.folder.resolve()}/study.db",
     }
-    write_text(jobs.folder / "search.md", _markdown(page))
-    path = jobs.folder / "search.html"
-    write_text(path, _html(page, study))
-    return path
+    for kind in ("md", "html"):
+        write_text(jobs.folder / f"search.{kind}", _render(kind, page))
+    return jobs.folder / "search.html"
 
 
 def _at_a_time(config: Config) -> str:
     number = config.search.n_jobs
     return "one at a time" if number == 1 else "side by side" if number == "auto" else f"{number} at a time"
-
-
-def _rows(jobs: Jobs, study: optuna.Study, keys: list[str]) -> list[Row]:
-    trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
-    return [_row(job, trials.get(job.id), keys) for job in jobs.jobs]
 
 
 def _row(job: Job, trial: FrozenTrial | None, keys: list[str]) -> Row:
@@ -94,42 +94,15 @@ def _row(job: Job, trial: FrozenTrial | None, keys: list[str]) -> Row:
     )
 
 
-def _html(page: dict[str, Any], study: optuna.Study) -> str:
+def _render(kind: str, page: dict[str, Any]) -> str:
     import jinja2
-    from markupsafe import Markup
-
-    from src.engine.sweep.search_plots import draw_study
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([Path(__file__).parent, REPORT]),
-        autoescape=True,
+        autoescape=kind == "html",
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    plots = [
-        (caption, Markup(svg)) for caption, svg in draw_study(study, page["metric"])
-    ]  # matplotlib escaped its text
-    return environment.get_template("search.html.j2").render(plots=plots, **page)
-
-
-def _markdown(page: dict[str, Any]) -> str:
-    """For a terminal: no plots."""
-    lines = [f"# Search for the {page['aim']} {page['metric']}", "", f"{page['counts']}. {page['settings']}.", ""]
-    if page["best"] is None:
-        lines += ["No trial has a value yet.", ""]
-    else:
-        best = page["best"]
-        lines += [
-            f"Best: **{page['metric']} {best.value}** in trial {best.number} ([{best.folder}]({best.folder}/))",
-            "",
-        ]
-        lines += ["    " + page["command"], ""]
-    lines += [f"| trial | {page['metric']} | status | seconds | {' | '.join(page['keys'])} | reason |"]
-    lines += ["| ---: | ---: | --- | ---: |" + " ---: |" * len(page["keys"]) + " --- |"]
-    for trial in page["trials"]:
-        number = f"[{trial.number}]({trial.folder}/)" if trial.folder else str(trial.number)
-        cells = [number, trial.value, trial.status, trial.seconds, *trial.values, trial.reason.replace("|", "\\|")]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Live, from any shell: `pip install optuna-dashboard && optuna-dashboard {page['url']}`", ""]
-    return "\n".join(lines)
+    return environment.get_template(f"search.{kind}.j2").render(page)
