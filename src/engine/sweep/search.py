@@ -109,7 +109,7 @@ class Search:
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
         for job in self._to_come:
-            if self.slurm is None:  # of its trials, the queue knows more than their folders
+            if job.status == "running" and self.slurm is None:  # whose queue knows more than a trial's folder
                 read_end(job, jobs.folder / job.folder)
             if job.status in UNFINISHED:
                 job.wait_again()
