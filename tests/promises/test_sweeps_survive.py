@@ -257,7 +257,7 @@ def test_waiting_for_an_array_waits_for_each_task(
             jobs.write()
         return answers.pop(0)
 
-    monkeypatch.setattr(slurm, "_scontrol", scontrol)
+    monkeypatch.setattr(slurm, "_output", scontrol)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert on_slurm(folder, "cluster.wait=true") == 1, "the task that failed, which Slurm has forgotten"
     assert not answers
