@@ -87,18 +87,22 @@ def test_ranks_that_a_signal_has_stopped_are_a_stopped_run(
 
 
 DEAF = """
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.kill(os.getppid(), signal.SIGTERM)
+import os, signal, sys, time
+signal.signal(int(sys.argv[1]), signal.SIG_IGN)
+os.kill(os.getppid(), int(sys.argv[1]))
 time.sleep(600)
 """
 
 
 @pytest.mark.processes
-def test_a_process_that_does_not_leave_after_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_does_not_leave_after_a_signal_is_killed(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
-    ended = supervisor._run_child([sys.executable, "-c", DEAF], resolved("parallel=single").parallel)
-    assert (ended.signal, ended.exit_codes) == (signal.SIGTERM, {0: -signal.SIGKILL})
+    command = [sys.executable, "-c", DEAF, str(int(number))]
+    ended = supervisor._run_child(command, resolved("parallel=single").parallel)
+    assert (ended.signal, ended.exit_codes) == (number, {0: -signal.SIGKILL})
 
 
 def test_a_lost_node_ends_the_rank_also_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

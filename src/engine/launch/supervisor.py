@@ -87,7 +87,8 @@ def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
 
     def forward(number: int, frame: FrameType | None) -> None:
         ended.signal = ended.signal or number
-        if number != signal.SIGINT and at_last.ident is None:  # after Ctrl-C a person may be at a debugger's prompt
+        at_a_prompt = number == signal.SIGINT and os.isatty(0)  # a person, who may be in a debugger
+        if not at_a_prompt and at_last.ident is None:
             at_last.start()
         pass_on(number, child)
 
