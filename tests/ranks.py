@@ -4,18 +4,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT
 from configs import resolved
 
 from src.engine.launch.job import prepare
@@ -25,11 +29,17 @@ from src.schema import ResolvedConfig
 
 RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES")
 
+COLD = "the server of ranks has not found tests/warm.py"
+
 
 def warm_processes() -> Any:
     """The context of multiprocessing whose processes are forked from a server that has done warm.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
+    # Python before 3.13 looks for it from where the server starts, and says nothing if it is not there: all ranks of all
+    # later tests would be cold.
+    with contextlib.chdir(ROOT):
+        forkserver.ensure_running()
     return context
 
 
@@ -88,6 +98,7 @@ def _rank(
     torch.set_num_threads(1)
     place = Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     try:
+        assert "tests.warm" in sys.modules, COLD
         answers.put((rank, None, function(place, FileStore(path, world_size), *arguments)))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
@@ -146,6 +157,7 @@ def warm_ranks(
 
 
 def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
+    assert "tests.warm" in sys.modules, COLD
     from src.engine.launch.leaving import leave
     from src.engine.launch.rank import main
     from src.run import run
