@@ -155,7 +155,7 @@ def test_auto_repeats_until_the_intervals_are_narrow_enough_or_there_are_enough_
     """Blocks differ by half their speed: taken out, that costs no block."""
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=6)
-    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep)
+    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep, order_seed=1)
     ran = run_all(jobs, noise)
     assert ran == [None, *(block for block in range(blocks) for _ in range(5)), None]
     seeds = {job.seed for job in jobs.jobs if job.block == blocks - 1}
@@ -169,7 +169,7 @@ def test_auto_goes_on_only_for_ratios_that_the_report_states(
     """dp over CPU threads is compared with nothing, so its noise costs no block; on CUDA it does."""
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)
-    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep)
+    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep, order_seed=1)
     assert max(block or 0 for block in run_all(jobs, 0.001, noisy="dp", on=on)) == blocks - 1
 
 
@@ -177,7 +177,7 @@ def test_auto_goes_on_only_for_ratios_that_the_report_states(
 def test_auto_repeats_no_point_that_failed_in_the_first_block(tmp_path: Path, five: list[Point]) -> None:
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)
-    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep)
+    jobs = freeze_jobs(tmp_path, five, five[0].config.sweep, order_seed=1)
     run_all(jobs, 0.1, failing="dp")
     assert [sum("parallel=dp" in job.overrides for job in block) for block in blocks_of(jobs)] == [2, 2, 2, 0]
 
