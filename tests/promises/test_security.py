@@ -14,8 +14,11 @@ import pytest
 from conftest import Train
 
 from src.engine.config.compose import ROOT
+from src.engine.launch import torchrun
 from src.engine.launch.rank import keep_compiled_code_private
+from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
+from src.schema import ResolvedParallel
 from src.training import checkpoint
 
 CONTENTS: dict[str, Any] = {
@@ -125,6 +128,17 @@ def test_ranks_of_other_commands_listen_on_loopback_alone_and_tell_how_they_ende
     assert done.returncode == 2, done.stderr
     assert (tmp_path / "places").read_text() == "127.0.0.1"
     assert list(train.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [({0: 143, 1: 2}, 2), ({0: -15, 1: -9}, 137), ({0: 1, 1: 143}, 1), ({0: 143, 1: -15}, 143), ({}, 0)],
+)
+def test_a_rank_that_was_ended_because_of_another_does_not_tell_how_they_ended(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], told: int
+) -> None:
+    monkeypatch.setattr(torchrun, "run_agent", lambda *given: Ended(exit_codes=codes))
+    assert torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", []) == told
 
 
 def test_tensorboard_as_we_say_to_start_it_listens_on_loopback(tmp_path: Path) -> None:

@@ -174,9 +174,12 @@ def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]
     """For commands beside train.py: run `script` once per device of this machine, as ranks. Returns the exit code."""
     with no_survivors(), tempfile.TemporaryDirectory() as scratch:
         ended = run_agent([sys.executable, script, *arguments], parallel, Path(scratch) / "agent")
-    for rank, code in ended.exit_codes.items():
-        if code < 0 and code != -signal.SIGTERM:  # what else has gone wrong, the rank has said
-            print(f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
     if ended.signal is not None:
         return 128 + ended.signal
-    return max((code if code > 0 else 128 - code for code in ended.exit_codes.values()), default=0)
+    by_the_agent = (-signal.SIGTERM, 128 + signal.SIGTERM)  # which ends the others of a rank that has failed
+    own = {rank: code for rank, code in ended.exit_codes.items() if code not in by_the_agent}
+    for rank, code in own.items():
+        if code < 0:  # what else has gone wrong, the rank has said
+            print(f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    codes = (own or ended.exit_codes).values()
+    return max((code if code > 0 else 128 - code for code in codes), default=0)
