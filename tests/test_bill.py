@@ -115,7 +115,7 @@ EXAMPLES = examples()
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what runs, with every example followed; `bill.json` in it says which files each touched."""
     copy = tmp_path_factory.mktemp("fork")
-    for name in ("train.py", "pyproject.toml", "requirements.txt"):
+    for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
     for folder in ("src", "conf", "scripts"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
@@ -356,6 +356,23 @@ def test_each_addition_trains_under_fsdp2(sharded: Path) -> None:
     assert "val/f1_ema" in logged[0]
     weights = torch.load(sharded / "checkpoints/best.pt", weights_only=True)
     assert {type(tensor) for tensor in weights["model"].values()} == {torch.Tensor}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_evaluate_py_has_its_numbers_with_and_without_fsdp2(scratch: Path, sharded: Path) -> None:
+    fsdp2 = (
+        "parallel.strategy=src.parallel.fsdp2.FullyShard",
+        "parallel.process_per_device=true",
+        "parallel.devices=2",
+    )
+    best = max(line["val/f1_ema"] for line in read_lines(sharded / "metrics.jsonl") if "val/f1_ema" in line)
+    for words in ((), fsdp2):
+        command = [sys.executable, "evaluate.py", f"run={sharded}", "split=val", *words]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = {numbers["weights"]: numbers["f1"] for numbers in map(json.loads, done.stdout.splitlines())}
+        assert found["ema"] == pytest.approx(best)
 
 
 @pytest.mark.slow

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from conftest import in_ranks, resolved
 
+from src.engine.config.compose import freeze
+from src.engine.launch import node
 from src.engine.launch.nodes import Facts, fit_to_nodes
-from src.engine.machine.ranks import Ranks, ranks_from_environment, tasks_per_node
+from src.engine.machine.ranks import Place, Ranks, ranks_from_environment, tasks_per_node
 from src.parallel.packing import as_bytes, pack, unpack
 
 if TYPE_CHECKING:
@@ -185,3 +188,22 @@ def test_rank_0_s_clock_decides_when_minutes_are_over(tmp_path: Any, minutes: st
     words = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")
     (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), words)
     assert first == second == steps
+
+
+@pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
+def test_a_node_waits_for_the_first_one_as_long_as_the_job_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
+) -> None:
+    """Where it sees the job's config; its own disk may have none yet."""
+    if is_seen:
+        freeze(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path)
+    waited: list[float] = []
+
+    def find_nobody(place: Place, timeout: float) -> None:
+        waited.append(timeout)
+        raise ValueError("no node 0")
+
+    monkeypatch.setattr(node, "find_place", lambda: Place(1, 2, "nodea", 29500))
+    monkeypatch.setattr(node, "Rendezvous", find_nobody)
+    assert node.main(tmp_path / "run", tmp_path) == 2
+    assert waited == [seconds]

@@ -33,6 +33,10 @@ def has_only_batch_norm_buffers(model: nn.Module) -> bool:
     return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in having)
 
 
+# The second is its name up to torch 2.13.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Distributed(Single):
     """Rank `rank` of `world_size`, on a device of its own."""
 
@@ -90,15 +94,13 @@ class Distributed(Single):
 
     def gather(self, value: Any) -> list[Any]:
         """As JSON: torch's all_gather_object would unpickle whatever the other end of a connection sends."""
-        # The second is its name up to torch 2.13.
-        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         device = self.device if self.config.backend == "nccl" else torch.device("cpu")
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=device)
-        gather(sizes, torch.tensor([own.numel()], device=device))
+        all_gather(sizes, torch.tensor([own.numel()], device=device))
         longest = int(sizes.max())
         texts = torch.empty(self.world_size * longest, dtype=torch.uint8, device=device)
-        gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
+        all_gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
         rows = zip(texts.view(self.world_size, longest).cpu().numpy(), sizes.tolist(), strict=True)
         return [json.loads(row[:size].tobytes()) for row, size in rows]
 
@@ -132,6 +134,23 @@ class Distributed(Single):
                 buffer.div_(self.world_size)
             else:
                 dist.broadcast(buffer, src=0)
+
+    def buffers_by_rank(self, model: nn.Module) -> Tensor | None:
+        own = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.config.dist_bn != "reduce" or not own:
+            return None
+        size = sum(buffer.numel() for buffer in own)
+        rows = torch.empty(self.world_size * size, device=self.device)
+        all_gather(rows, torch.cat(own).float())
+        return rows.view(self.world_size, size)
+
+    def restore_own_buffers(self, model: nn.Module, by_rank: Tensor | None) -> None:
+        if by_rank is None or len(by_rank) != self.world_size:
+            return
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        parts = by_rank[self.rank].split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
 
     @contextmanager
     def one_of_node_first(self) -> Iterator[None]:

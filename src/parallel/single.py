@@ -133,6 +133,13 @@ class Single:
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers, so that BatchNorm statistics are the same in evaluation."""
 
+    def buffers_by_rank(self, model: nn.Module) -> Tensor | None:
+        """(ranks, numbers): the floating-point buffers of each rank, where an evaluation averages them; else None. Collective."""
+        return None
+
+    def restore_own_buffers(self, model: nn.Module, by_rank: Tensor | None) -> None:
+        """Give this rank those that it had when `buffers_by_rank` was called, if as many ranks go on."""
+
     def one_of_node_first(self) -> AbstractContextManager[Any]:
         """Inside, one rank of each node goes first and the others follow: what it downloads, they find."""
         return nullcontext()

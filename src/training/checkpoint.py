@@ -154,11 +154,16 @@ def snapshot(
     }
     return {
         **map_tensors(parts, strategy.whole),
+        "buffers_by_rank": {name: strategy.buffers_by_rank(module) for name, module in _modules(state).items()},
         "progress": dataclasses.asdict(state.progress),
         "classes": list(classes),
         "preprocessing": dataclasses.asdict(preprocessing),
         "made_by": made_by,
     }
+
+
+def _modules(state: TrainState) -> dict[str, nn.Module]:
+    return {"model": state.model} | ({} if state.ema is None else {"ema": state.ema.module})
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -176,6 +181,8 @@ def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> No
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
     restore_weights(state, strategy, contents)
+    for name, module in _modules(state).items():
+        strategy.restore_own_buffers(module, contents.get("buffers_by_rank", {}).get(name))
     state.progress = Progress(**contents["progress"])
     _restore_optimizer(state.optimizer, strategy, contents)
     if state.schedule is not None:

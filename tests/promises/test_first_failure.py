@@ -17,7 +17,7 @@ from conftest import resolved
 from src.engine.launch import node, supervisor, torchrun, watchdog
 from src.engine.launch.failure import failure_record
 from src.engine.launch.heartbeat import Heartbeat, Heartbeats
-from src.engine.launch.job import prepare
+from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.supervisor import Ended
 from src.engine.machine.ranks import Place, Ranks
 from src.engine.record.result import read_result
@@ -161,3 +161,14 @@ def test_nodes_that_come_while_another_thread_looks_do_no_harm(tmp_path: Path) -
         watching.join()
         sys.setswitchinterval(before)
     assert errors == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
+def test_a_signal_that_finds_the_ranks_of_a_finished_run_leaving_has_stopped_nothing(
+    tmp_path: Path, status: str | None, code: int
+) -> None:
+    config = resolved("parallel=single")
+    if status is not None:
+        record_end(config, tmp_path, status, "")
+    assert conclude(config, tmp_path, Ended(signal=signal.SIGINT, exit_codes={0: 130})) == code
+    assert read_result(tmp_path).status == (status or "interrupted")

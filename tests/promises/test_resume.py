@@ -77,9 +77,10 @@ def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at
     training.resume()
     model, reader, read = training.state.model, training.run.train.reader, []
     if stop_at is not None:
-        inner = model.head.forward
+        head = model.get_classifier()  # type: ignore[operator]
+        inner = head.forward
         stops = StopsAt(nn.Identity(), training, stop_at)
-        model.head.forward = lambda features: inner(stops.train(model.training)(features))  # type: ignore[method-assign, assignment, operator]
+        head.forward = lambda features: inner(stops.train(model.training)(features))
     fetch = type(reader).read
 
     def spy(request: Any) -> Any:
@@ -154,7 +155,29 @@ def slow(*row: Any) -> Any:
     ],
 )
 def test_bit_for_bit(undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int) -> None:
-    overrides = (*spread(world_size), *RANDOM, f"data.workers={workers}")
+    assert_goes_on(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize(("stop_at", "broadcast"), [(EPOCH, "true"), (3, "false")])
+def test_bit_for_bit_with_batch_statistics_that_an_evaluation_averages(
+    undisturbed: Any, tmp_path: Path, stop_at: int, broadcast: str
+) -> None:
+    """Stopped before that, when they differ between the ranks."""
+    overrides = (
+        "model=resnet18",
+        "model.name=resnet10t",
+        "parallel.dist_bn=reduce",
+        "model.ema.decay=0.9",
+        "train.epochs=2",
+    )
+    overrides = (*overrides, f"parallel.broadcast_buffers={broadcast}")
+    assert_goes_on(undisturbed, tmp_path, 2, overrides, stop_at)
+
+
+def assert_goes_on(undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int) -> None:
+    """Stopped at a step and resumed, all that is left equals what a run leaves that never stopped."""
+    overrides = (*more, *spread(world_size))
     whole = undisturbed(world_size, overrides)
     for until in (stop_at, None):
         in_ranks(train, world_size, str(tmp_path), config_of(overrides), until)

@@ -48,8 +48,8 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
 def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
     """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
     console = console or sys.stderr
-    if read_status(folder) == "done" and not ended.exit_codes:
-        return 0
+    if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
+        return 0  # a signal that has found the ranks leaving has stopped nothing
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
         record_end(config, folder, "interrupted", f"stopped by {name}")

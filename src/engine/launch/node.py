@@ -28,7 +28,7 @@ from src.engine.launch.torchrun import keep_config, where_logs_are
 from src.engine.machine.lock import own
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Place, Ranks, host_name
-from src.schema import ParallelConfig, ResolvedConfig
+from src.schema import Config, ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -42,7 +42,7 @@ def main(folder: Path, origin: Path) -> int:
     try:
         place = find_place()
         if place.node > 0:
-            return follow(folder, place)
+            return follow(folder, origin, place)
         if not (origin / "config.yaml").exists():
             raise ValueError(
                 f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is this folder on its disks?"
@@ -93,9 +93,10 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
     return NODE_LOST if lost and _checkpoints(folder) != before else code
 
 
-def follow(folder: Path, place: Place) -> int:
+def follow(folder: Path, origin: Path, place: Place) -> int:
     """Another node: run what node 0 says, and tell it of ranks that could not speak for themselves."""
-    seconds = ParallelConfig().start_timeout
+    seen = (origin / "config.yaml").exists()  # not where disks are not shared
+    seconds = (read_frozen(origin) if seen else Config()).parallel.start_timeout
     rendezvous = _meet(place, seconds)
     rendezvous.store.wait([CONFIG], timedelta(seconds=seconds))
     text = rendezvous.store.get(CONFIG).decode()
