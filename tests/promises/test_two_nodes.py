@@ -32,8 +32,9 @@ LONG = ("train.epochs=60", "train.evaluate_every=0", "train.log_every=5", "check
 def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    made = subprocess.run(["ip", "netns", "add", "probe-two-nodes"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "probe-two-nodes"], capture_output=True, check=False)
+    name = f"probe-{os.getpid()}"  # test processes that start together ask at the same time
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return made
 
 
