@@ -154,16 +154,12 @@ def snapshot(
     }
     return {
         **map_tensors(parts, strategy.whole),
-        "buffers_by_rank": {name: strategy.buffers_by_rank(module) for name, module in _modules(state).items()},
+        "buffers_by_rank": {name: strategy.buffers_by_rank(module) for name, module in state.modules.items()},
         "progress": dataclasses.asdict(state.progress),
         "classes": list(classes),
         "preprocessing": dataclasses.asdict(preprocessing),
         "made_by": made_by,
     }
-
-
-def _modules(state: TrainState) -> dict[str, nn.Module]:
-    return {"model": state.model} | ({} if state.ema is None else {"ema": state.ema.module})
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -181,7 +177,7 @@ def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> No
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
     restore_weights(state, strategy, contents)
-    for name, module in _modules(state).items():
+    for name, module in state.modules.items():
         strategy.restore_own_buffers(module, contents.get("buffers_by_rank", {}).get(name))
     state.progress = Progress(**contents["progress"])
     _restore_optimizer(state.optimizer, strategy, contents)
@@ -209,12 +205,10 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, strategy: Single, conte
 
 def restore_weights(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:
     """The model's, and the averaged ones, which begin at the model's where the checkpoint has none."""
-    pairs = [(state.model, "model")]
-    if state.ema is not None:
-        pairs.append((state.ema.module, "model" if contents["ema"] is None else "ema"))
-    for module, which in pairs:
+    for name, module in state.modules.items():
+        which = "model" if contents[name] is None else name
         own, saved = module.state_dict(), contents[which]
-        parts = {name: strategy.part(value, own[name]) if name in own else value for name, value in saved.items()}
+        parts = {key: strategy.part(value, own[key]) if key in own else value for key, value in saved.items()}
         fill(module, {which: parts}, which)
 
 

@@ -90,3 +90,8 @@ class TrainState:
     scaler: torch.amp.GradScaler | None
     ema: ModelEmaV3 | None
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The bare model, and the averaged one where there is one, by their names in a checkpoint."""
+        return {"model": self.model} | ({} if self.ema is None else {"ema": self.ema.module})
