@@ -74,7 +74,7 @@ NOT_RUN = {
     r"make (check|test|test-fast|test-all)$": "they are the tests",
     r"(make (lock|gpu-wheels)|pip install|source)": "packages are fetched: minutes, and gigabytes",
     r"(make bench$|python scripts/maintain/bench_)": "measures for minutes on an idle machine",
-    r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs a container engine, a registry or root, and minutes",
+    r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs an engine for containers, or root, and minutes",
     r"nvidia-smi": "needs a GPU",
     r"kubectl": "needs a Kubernetes; the manifest is checked against its schemas",
     r"tc ": "needs root and network namespaces",
