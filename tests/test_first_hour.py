@@ -66,6 +66,7 @@ def test_pip_is_the_way_back(tmp_path: Path, uv_works: bool, asked: list[str]) -
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
     assert all(words in line for words, line in zip(asked, lines, strict=True))
+    assert "--compile-bytecode" in lines[1], "else every process may have to, as pip knows"
 
 
 # --- what is shown

@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/maintain/install.py requirements.txt
 
-uv takes a third of pip's time for the same pins. It reads none of pip's settings (a mirror in pip.conf, PIP_INDEX_URL),
-so it is handed them.
+uv takes a third of pip's time for the same pins. It is told to compile what it installs, as pip does: where
+PYTHONDONTWRITEBYTECODE is set, as in many images, every process would compile torch and timm anew, which takes longer than
+to import them. It reads none of pip's settings (a mirror in pip.conf, PIP_INDEX_URL), so it is handed them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main(requirements: str) -> int:
     assert pin is not None
     if subprocess.run([*PIP, "install", pin.group()], check=False).returncode == 0:
         listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "-r", requirements]
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+        uv += ["--compile-bytecode", "-r", requirements]
         if subprocess.run(uv, env={**settings_for_uv(listed), **os.environ}, check=False).returncode == 0:
             return 0
         print("uv could not; pip tries", flush=True)
