@@ -20,7 +20,9 @@ pytestmark = [
 
 
 def make(*words: str, folder: Path = ROOT) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}
+    # what was given to the make that runs these tests is in their environment: `make test VENV=… ARGS=…`
+    given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
+    environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
     done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
