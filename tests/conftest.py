@@ -5,6 +5,7 @@ What depends on how processes start, end and are watched over is tried with comm
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -29,6 +30,15 @@ Refuse = Callable[..., str]
 def pytest_xdist_auto_num_workers() -> int | None:
     """For `-n logical`: one more than there are cores, since tests also wait, for watchdogs and for what they have ended."""
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
+
+
+gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: without it the collector has a tenth of the work."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
     return on_gpu if hardware.visible_cuda_devices() else on_cpu
 
 
+@cache
 def store_schema() -> None:
     """Give Hydra the schema, which every primary config is composed on (`defaults: [schema, …]`), and our resolvers."""
     from hydra.core.config_store import ConfigStore
@@ -132,19 +134,26 @@ def to_config(tree: DictConfig) -> Config:
     task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     try:
         check_literals(tree)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), task))
+        config = OmegaConf.to_object(OmegaConf.merge(_typed(Config), task))
         if "hydra" in tree:
             from hydra.conf import HydraConf  # not for a rank, which reads a frozen config
 
-            own = [str(key) for key in tree.hydra if key != "env"]  # a group of Hydra's that its schema forgets
-            block = OmegaConf.to_container(OmegaConf.masked_copy(tree.hydra, own))  # plain: typed ones are not checked
-            OmegaConf.merge({"hydra": OmegaConf.structured(HydraConf)}, {"hydra": block})
+            block = OmegaConf.to_container(tree.hydra)  # plain: typed ones are not checked
+            assert isinstance(block, dict)
+            block.pop("env", None)  # a group of Hydra's that its schema forgets
+            OmegaConf.merge({"hydra": _typed(HydraConf)}, {"hydra": block})
             check_hydra_block(tree)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
     assert isinstance(config, Config)
     check_values(config)
     return config
+
+
+@cache
+def _typed(schema: type) -> DictConfig:
+    """To be merged into, which copies it first. Made anew each time it was a quarter of composing."""
+    return OmegaConf.structured(schema)
 
 
 def freeze(config: Config, folder: Path) -> None:

@@ -39,13 +39,13 @@ def check_overrides(overrides: list[str]) -> None:
 
 def check_literals(tree: DictConfig) -> None:
     """Refuse secrets in a composed config, wherever its values come from."""
-    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    for key, value in plain_values(OmegaConf.to_container(task)):
+    whole = OmegaConf.to_container(tree)
+    assert isinstance(whole, dict)
+    block = whole.pop("hydra", {})
+    for key, value in plain_values(whole):
         _check(key, value)
-    if "hydra" in tree:
-        block = OmegaConf.masked_copy(tree.hydra, [str(key) for key in tree.hydra if key not in NOT_A_CHOICE])
-        for key, value in plain_values(OmegaConf.to_container(block), "hydra"):
-            _check(key, value)
+    for key, value in plain_values({key: block[key] for key in block if key not in NOT_A_CHOICE}, "hydra"):
+        _check(key, value)
     for key in NAMES:
         name = held_by(str(OmegaConf.select(tree, key, throw_on_resolution_failure=False, throw_on_missing=False)))
         if name is not None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote_plus
 
@@ -95,8 +96,13 @@ def _hide_in(tree: Any, pairs: list[tuple[str, str]]) -> Any:
 
 def _secrets() -> list[tuple[str, str]]:
     """(name, value) of the secrets in the environment, as they are and as notations write them; the longest first."""
+    return _secrets_of(tuple(os.environ.items()))
+
+
+@lru_cache(maxsize=1)
+def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     found = {}
-    for name, value in os.environ.items():
+    for name, value in environment:
         if is_secret_variable(name, value):
             escaped = (repr(value)[1:-1], json.dumps(value)[1:-1], quote_plus(value), " ".join(value.split()))
             found.update({form: name for form in (*escaped, value) if len(form) >= SHORTEST})
