@@ -6,11 +6,13 @@ What depends on how processes start, end and are watched over is tried with comm
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 # Tests take all of these from here.
 from commands import ROOT, Finished, Running, Train  # noqa: F401
 from configs import TINY, conf, parse, plain, read_lines, resolved, tiny, without_times  # noqa: F401
+from filelock import FileLock
 from ranks import RANK_VARIABLES, in_ranks, run_warm, train_warm, warm_processes, warm_ranks  # noqa: F401
 
 import train as entry
@@ -41,12 +44,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The rows of a matrix that its sample leaves out are slow: each is quick, but they are many."""
+    sample = item.get_closest_marker("sample")
+    if sample is not None and isinstance(item, pytest.Function):
+        row = max(item.callspec.indices.values())
+        if row % sample.args[0]:
+            item.add_marker(pytest.mark.slow(seconds=0.3))
+
+
+@pytest.hookimpl(trylast=True)  # of what -m has left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first: one that begins last is waited for."""
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
         slow = item.get_closest_marker("slow")
-        seconds[item.path] += slow.kwargs.get("seconds", 7) if slow else 0.2
+        quick = 2 if item.get_closest_marker("processes") else 0.2
+        seconds[item.path] += slow.kwargs.get("seconds", 7) if slow else quick
     items.sort(key=lambda item: -seconds[item.path])
 
 
@@ -112,10 +126,18 @@ def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iter
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Finished]:
-    """One ordinary run, for tests that look at what a run leaves. Copy the folder before changing it."""
-    starter = Train(tmp_path_factory.mktemp("finished"), caches)
-    done = starter("parallel=single", "optim.lr=3e-3", "data.limit_train=1256", "checkpoint.every_steps=25")
-    assert done.returncode == 0, done.output
-    yield done
-    starter.close()
+def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Finished:
+    """One ordinary run for all workers, for tests that look at what a run leaves. Copy the folder before changing it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    record = shared / "finished_run.json"
+    with FileLock(shared / "finished_run.lock", timeout=300):
+        if not record.exists():
+            starter = Train(tmp_path_factory.mktemp("finished"), caches)
+            words = ("parallel=single", "optim.lr=3e-3", "data.limit_train=1256", "checkpoint.every_steps=25")
+            done = starter(*words)
+            starter.close()
+            assert done.returncode == 0, done.output
+            record.write_text(json.dumps(asdict(done), default=str), encoding="utf-8")
+    values = json.loads(record.read_text(encoding="utf-8"))
+    return Finished(**{**values, "folder": Path(values["folder"])})

@@ -205,6 +205,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -248,6 +249,7 @@ YAML_FILES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("text", "named"), [pytest.param(row[0], row[1:], id=row[0]) for row in YAML_FILES])
 def test_a_wrong_word_in_a_yaml_file_is_refused_by_name(
     refuse: Refuse, tmp_path: Path, text: str, named: tuple[str, ...]
@@ -276,6 +278,7 @@ def test_a_wrong_word_in_a_finished_runs_config_is_refused_by_name(
     assert named in refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("command", "named"),
     [

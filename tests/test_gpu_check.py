@@ -141,6 +141,7 @@ def test_time_between_kernels_is_what_no_kernel_covers() -> None:
     assert gpu_profile.busy_and_idle([]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_profile_goes_through_the_projects_own_loop() -> None:
     found = gpu_profile.measure("cpu", "model=tiny", "train.precision=bf16")
     assert 0 < found["kernels"] <= found["step"] and found["no kernel runs"] > 0 == found["copies"]

@@ -156,6 +156,7 @@ def test_a_run_without_steps_to_time_is_refused(tmp_path: Path, words: tuple[str
     assert "14 or more" in said and "\n" not in said
 
 
+@pytest.mark.slow
 def test_one_step_more_is_enough(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.max_steps=14")
     assert result["throughput"]["steps_timed"] == 1

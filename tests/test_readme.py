@@ -120,6 +120,7 @@ def test_the_page_on_batches_has_its_tables() -> None:
     assert len(PLANS) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
 def test_the_tables_of_the_page_on_batches_are_those_of_the_plan(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]

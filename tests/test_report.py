@@ -139,6 +139,7 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "values",
     [
@@ -361,6 +362,7 @@ def test_report_is_the_same_twice(tmp_path: Path) -> None:
     assert read(folder) == read(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")

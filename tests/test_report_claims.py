@@ -61,6 +61,7 @@ FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FLIPS)
 def test_verdict_flips_with_its_figure(tmp_path: Path, name: str) -> None:
     number, changed, changes = FLIPS[name]

@@ -111,6 +111,7 @@ def test_what_would_be_another_training_is_refused_by_key(main: Main) -> None:
     assert len(main.ran) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("word", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
 def test_resume_strict_false_lets_it_go_on_and_says_what_changed(main: Main, word: str, key: str) -> None:
     folder = main.start("day/1")
@@ -122,6 +123,7 @@ def test_resume_strict_false_lets_it_go_on_and_says_what_changed(main: Main, wor
     assert code == 0, f"{word} is one of this run's words now: {said}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -157,6 +159,7 @@ def test_the_images_may_have_moved(main: Main, tmp_path: Path) -> None:
     assert said.splitlines() == ["resume: data.root: here -> there"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_another_global_batch_through_the_batch_per_device_is_refused(main: Main, devices: int) -> None:
     per_device = ("data.batch_size=null", "data.batch_size_per_device=16", "parallel=ddp", "parallel.devices=2")
@@ -219,6 +222,7 @@ def test_auto_passes_over_a_run_that_somebody_else_holds(main: Main) -> None:
     assert main.ran[-1].resolve() == older
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", [None, "", "modle: {}", "train: [1"])
 def test_auto_passes_over_a_run_whose_config_cannot_be_read(main: Main, text: str | None) -> None:
     older = main.start("2026-01-01/09-00-00")

@@ -75,6 +75,7 @@ def test_the_command_line_adds_replaces_and_fixes_keys() -> None:
     assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("override", "said"),
     [

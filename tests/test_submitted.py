@@ -140,6 +140,7 @@ def test_a_whole_search(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "module load rocm" in script and "rm -r" not in script, "a frozen config holds no code"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

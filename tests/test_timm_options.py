@@ -194,6 +194,7 @@ def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
 
 
 @pytest.mark.processes
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)])
 def test_batchnorm_statistics_are_rank_0s_or_averaged(dist_bn: str | None, expected: float) -> None:
     assert in_ranks(shared_mean, 2, dist_bn) == [expected, expected]
@@ -208,6 +209,7 @@ def test_options_change_the_training(told: Callable[[str], dict[str, Told]]) -> 
     assert same <= {"channels_last", "grad_checkpointing", "ema", "ema_without_warmup", "on_nonfinite"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -245,6 +247,7 @@ def test_what_cannot_be_is_refused_with_its_key_and_a_remedy(words: tuple[str, .
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -41,6 +41,7 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_failed_or_stopped_rank_does_not_wait_in_destructors() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])

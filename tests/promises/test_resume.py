@@ -261,6 +261,7 @@ def test_a_larger_max_steps_goes_on_inside_the_epoch_that_the_smaller_cut_off(un
     assert one["progress"]["epoch_loss"] == other["progress"]["epoch_loss"]
 
 
+@pytest.mark.slow
 def test_the_last_steps_of_a_long_run_are_timed_too(tmp_path: Path) -> None:
     """Ten steps to warm up are for a long run; its rest is a short one."""
     overrides = (*spread(1), "train.epochs=8")

@@ -121,6 +121,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.engine.sweep.search_page.write_search_page", lambda jobs, study, config: jobs.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_search_keeps_its_folder_whatever_goes_wrong_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +158,7 @@ def test_a_trial_that_was_done_before_a_kill_is_told_and_not_run_again(
     assert starts(folder) == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_search_that_goes_on_with_fewer_trials_ends_with_them(tmp_path: Path, page: None) -> None:
     folder = tmp_path / "search"
@@ -168,6 +170,7 @@ def test_a_search_that_goes_on_with_fewer_trials_ends_with_them(tmp_path: Path, 
     assert statuses(folder) == ["done"] * 4
 
 
+@pytest.mark.slow
 def test_a_search_does_not_go_on_where_no_trial_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),))
     monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
@@ -193,6 +196,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm.shutil, "which", lambda program: f"/usr/bin/{program}")
 
 
+@pytest.mark.slow
 def test_slurm_may_refuse_a_sweep_that_goes_on_and_nothing_of_it_is_lost(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
