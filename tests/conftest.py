@@ -35,11 +35,11 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
 
 
-gc.disable()  # until all is imported
+gc.disable()  # while tests and what they import are collected, in which it finds nothing: a quarter of that time
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: without it the collector has a tenth of the work."""
+    """What is imported stays, so the collector need not look at it again."""
     gc.freeze()
     gc.enable()
 

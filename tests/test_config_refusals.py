@@ -240,6 +240,7 @@ YAML_FILES = [
     ("optim: {lr: .nan}", "optim.lr=nan"),
     ("train: {epochs: null}", "train.epochs"),
     ("data: {root: '???', name: folder}", "data.root"),
+    ("hydra: null", "hydra=null"),
     ("hydra: {runn: {dir: x}}", "hydra.runn"),
     ("hydra: {run: {dirr: x}}", "hydra.run.dirr"),
     ("hydra: {launcher: {_target_: os.system}}", "hydra.launcher._target_=os.system"),

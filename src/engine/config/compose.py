@@ -65,6 +65,10 @@ def compose_command(arguments: Any) -> Command:
             raise ValueError(
                 f"hydra.job.env_copy={error}: not set; leave it out, ranks inherit the environment"
             ) from None
+        except AttributeError as error:
+            if error.obj is not None:
+                raise
+            raise ValueError("hydra=null: a YAML file empties the block that Hydra itself reads; leave it out") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         check_code(config, arguments.overrides, CONF / "local" / "default.yaml")
@@ -118,7 +122,9 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 @cache
 def store_schema() -> None:
-    """Give Hydra the schema, which every primary config is composed on (`defaults: [schema, …]`), and our resolvers."""
+    """Once a process: give Hydra the schema, which every primary config is composed on (`defaults: [schema, …]`), and
+    our resolvers.
+    """
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
