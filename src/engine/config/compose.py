@@ -68,7 +68,9 @@ def compose_command(arguments: Any) -> Command:
         except AttributeError as error:
             if error.obj is not None:
                 raise
-            raise ValueError("hydra=null: a YAML file empties the block that Hydra itself reads; leave it out") from None
+            raise ValueError(
+                "hydra=null: a YAML file empties the block that Hydra itself reads; leave it out"
+            ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         check_code(config, arguments.overrides, CONF / "local" / "default.yaml")
