@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.read(argv)
     from src.engine.report.forecast import COUNTS
-    from src.engine.report.forecast_table import as_json, as_text, forecast_sweep
+    from src.engine.report.forecast_table import as_text, forecast_sweep
 
     answers = forecast_sweep(arguments.folder, counts=arguments.devices or COUNTS, **link(arguments))
-    print(json.dumps(as_json(answers), indent=2) if arguments.json else "\n".join(as_text(answers)))
+    print(json.dumps(answers, indent=2, default=asdict) if arguments.json else "\n".join(as_text(answers)))
     return 0
 
 

@@ -228,6 +228,16 @@ def test_baseline_runs_outside_the_blocks_decide_nothing(tmp_path: Path) -> None
     assert "The baseline, first and last: 300 and 290 images/s." in html
 
 
+def test_a_sweep_of_which_only_the_first_baseline_run_has_ended_has_a_report(tmp_path: Path) -> None:
+    """Of dp on CPU, whose devices share one figure of memory: no repeat has one yet."""
+    sweep = Sweep(tmp_path / "s", accelerator="cpu")
+    sweep.add("dp", 2)
+    sweep.jobs[-1]["block"] = None
+    sweep.row("parallel=dp", "parallel.devices=2", status="running")
+    html, _, plain = read(sweep.write("running"))
+    assert plain["points"][0]["peak_bytes"] == [] and "1 of 2 jobs done" in html
+
+
 def test_the_baseline_of_each_sweep_is_told_by_itself(tmp_path: Path) -> None:
     folders = []
     for name, first in (("a", 300), ("b", 500)):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from report_sweeps import Sweep, read
 
-from src.engine.report.statistics import HOLDS, choose, contrasts
+from src.engine.report.statistics import HOLDS, choose, decide, estimate
 
 Row = tuple[str, object, float]
 Key = tuple[str, int]
@@ -60,7 +60,7 @@ def stated_wrongly(points: tuple[Key, ...], blocks: int, drift: float, sweeps: i
     """Share of sweeps in which nothing differs and some difference is stated."""
     draw, pairs, wrong = np.random.default_rng([1, len(points), blocks]), names(PAIRS[points]), 0
     for _ in range(sweeps):
-        found = contrasts(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs)
+        found = decide(estimate(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs))
         wrong += any(c.low is not None and c.high is not None and not c.low <= 1 <= c.high for c in found)
     return wrong / sweeps
 
@@ -74,7 +74,7 @@ def found_of_a_tenth(points: tuple[Key, ...], blocks: int, drift: float, sweeps:
     differ = [place for place, (a, b) in enumerate(PAIRS[points]) if speeds[a] > speeds[b]]
     found = 0
     for _ in range(sweeps):
-        decided = contrasts(named(sweep_of(speeds, blocks, drift, draw)), pairs)
+        decided = decide(estimate(named(sweep_of(speeds, blocks, drift, draw)), pairs))
         found += sum(decided[place].verdict == HOLDS for place in differ)
     return found / sweeps / len(differ)
 

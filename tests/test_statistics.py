@@ -19,7 +19,6 @@ from src.engine.report.statistics import (
     UNMEASURED,
     Estimate,
     choose,
-    contrasts,
     decide,
     estimate,
     summarise,
@@ -49,7 +48,7 @@ def test_two_points_in_blocks_are_a_paired_t_test() -> None:
     rows = noisy({"a": 110, "b": 100}, 6, seed=1)
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_rel(a, b).confidence_interval(1 - LEVEL)
-    [found] = contrasts(rows, [("a", "b")])
+    [found] = decide(estimate(rows, [("a", "b")]))
     assert (found.low, found.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
     assert found.ratio == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
 
@@ -58,7 +57,7 @@ def test_without_blocks_it_is_an_unpaired_t_test() -> None:
     rows = [(name, "all", value) for name, _, value in noisy({"a": 110, "b": 100}, 6, seed=2)]
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_ind(a, b).confidence_interval(1 - LEVEL)
-    [found] = contrasts(rows, [("a", "b")])
+    [found] = decide(estimate(rows, [("a", "b")]))
     assert (found.low, found.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
 
 
@@ -84,45 +83,46 @@ def test_blocks_with_missing_and_doubled_points_agree_with_least_squares(seed: i
 
 def test_block_effects_are_taken_out() -> None:
     speeds = {"a": [110, 55, 221], "b": [100, 50.4, 200]}  # blocks differ fourfold, the ratio hardly
-    [found] = contrasts(table(speeds), [("a", "b")])
+    [found] = decide(estimate(table(speeds), [("a", "b")]))
     assert found.verdict == HOLDS and found.low is not None and found.low > 1.08
 
 
 @given(st.integers(0, 10_000))
 def test_the_reverse_pair_says_the_reverse(seed: int) -> None:
     rows = noisy({"a": 103, "b": 100, "c": 99}, 3, seed)
-    [one], [other] = contrasts(rows, [("a", "b")]), contrasts(rows, [("b", "a")])
+    [one], [other] = decide(estimate(rows, [("a", "b")])), decide(estimate(rows, [("b", "a")]))
     assert one.low and one.high and one.ratio
     assert (other.low, other.ratio, other.high) == pytest.approx((1 / one.high, 1 / one.ratio, 1 / one.low))
 
 
 def test_the_four_words() -> None:
     steady = table({"a": [110, 111, 109], "b": [100, 101, 99.5], "c": [100.2, 100.6, 99.8]})
-    verdicts = [c.verdict for c in contrasts(steady, [("a", "b"), ("b", "a"), ("c", "b"), ("a", "d")])]
+    verdicts = [c.verdict for c in decide(estimate(steady, [("a", "b"), ("b", "a"), ("c", "b"), ("a", "d")]))]
     assert verdicts == [HOLDS, FAILS, FAILS, UNMEASURED]
     shaky = table({"a": [110, 90, 115], "b": [100, 105, 85]})
-    [found] = contrasts(shaky, [("a", "b")])
+    [found] = decide(estimate(shaky, [("a", "b")]))
     assert found.verdict == UNDECIDED
     assert found.detectable and found.detectable > 0.1
     assert found.blocks_needed and found.blocks_needed > 3
 
 
 def test_a_difference_too_small_to_matter_does_not_hold() -> None:
-    [found] = contrasts(table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")])
+    small = estimate(table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")])
+    [found] = decide(small)
     assert found.low and found.low > 1 and found.verdict == FAILS
-    [found] = contrasts(table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")], 0.001)
+    [found] = decide(small, 0.001)
     assert found.verdict == HOLDS
 
 
 def test_one_block_shows_no_noise_and_decides_nothing() -> None:
-    [found] = contrasts(table({"a": [190], "b": [100]}), [("a", "b")])
+    [found] = decide(estimate(table({"a": [190], "b": [100]}), [("a", "b")]))
     assert (found.verdict, found.low, found.detectable) == (UNDECIDED, None, None)
     assert found.ratio == pytest.approx(1.9)
 
 
 def test_an_interval_as_wide_as_numbers_go_is_still_one() -> None:
     """Two blocks and a large family: the quantile of t is in the thousands, and its exponential has no end."""
-    [found] = contrasts(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")], level=1e-5)
+    [found] = decide(estimate(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")]), level=1e-5)
     assert (found.low, found.high, found.detectable) == (0.0, math.inf, math.inf)
     assert found.verdict == UNDECIDED
     assert "0.00 to inf" not in times(found) and "inf %" not in doubt(found)
@@ -135,7 +135,7 @@ def test_figures_have_three_digits(value: float, text: str) -> None:
 
 def test_points_of_blocks_that_never_meet_are_not_compared() -> None:
     rows: list[Row] = [("a", 0, 100.0), ("a", 0, 101.0), ("b", 1, 200.0), ("b", 1, 201.0)]
-    [found] = contrasts(rows, [("a", "b")])
+    [found] = decide(estimate(rows, [("a", "b")]))
     assert (found.verdict, found.ratio) == (UNMEASURED, None)
 
 
@@ -161,11 +161,11 @@ def test_what_has_no_logarithm_is_left_out(values: list[float]) -> None:
 
 def test_more_blocks_as_advised_decide() -> None:
     """The advice is about right: of sweeps with as many blocks as advised, about 80 % decide (here, 60 of 100 at least)."""
-    [first] = contrasts(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")])
+    [first] = decide(estimate(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")]))
     needed = first.blocks_needed
     assert first.verdict == UNDECIDED and needed is not None and first.ratio is not None
     found = [
-        contrasts(noisy({"a": 100 * first.ratio, "b": 100, "c": 100}, needed, seed), [("a", "b")])[0].verdict
+        decide(estimate(noisy({"a": 100 * first.ratio, "b": 100, "c": 100}, needed, seed), [("a", "b")]))[0].verdict
         for seed in range(100)
     ]
     assert sum(verdict != UNDECIDED for verdict in found) >= 60

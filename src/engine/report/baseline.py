@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from src.engine.report.contents import FORMAT
 from src.engine.report.settings import spelled
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, contrasts
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, decide, estimate
 from src.engine.report.wording import figure, listing, percent, times
 
 # Settings that change what a step computes: figures under different ones are not held against each other.
@@ -31,17 +30,17 @@ class Change:
     """A point that is in both reports."""
 
     name: str
-    contrast: Contrast  # images/s now over before
+    contrast: Contrast  # images/s now over before; without blocks there is always a ratio
     disturbed: bool  # most runs of its group, in one of the reports
 
     def verdict(self, max_drop: float) -> str:
         """On "it is at most `max_drop` (0.05: a twentieth) slower". Without repeats there is no interval: the ratio decides."""
         limit = 1 - max_drop
-        if self.disturbed or self.contrast.ratio is None:
+        if self.disturbed:
             return UNMEASURED
         if self.contrast.low is None:
-            return HOLDS if self.contrast.ratio >= limit else FAILS
-        return UNDECIDED if self.contrast.verdict == UNMEASURED else self.contrast.exceeds(limit)
+            return HOLDS if (self.contrast.ratio or 0) >= limit else FAILS
+        return self.contrast.exceeds(limit)
 
     def line(self, max_drop: float) -> str:
         said = {
@@ -50,8 +49,7 @@ class Change:
             UNDECIDED: f"undecided: the interval holds {1 - max_drop:.2f}; more blocks would tell",
             UNMEASURED: "no verdict: most runs were disturbed",
         }[self.verdict(max_drop)]
-        ratio = times(self.contrast) if self.contrast.ratio is not None else "—"
-        return f"{self.name}: {ratio} the images/s of the baseline: {said}"
+        return f"{self.name}: {times(self.contrast)} the images/s of the baseline: {said}"
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -72,42 +70,42 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[Change]:
     between them widens the interval. All points are one family.
     Errors: ValueError, one line, where nothing can be held against the baseline.
     """
-    of_now, of_before = dict(_points(now)), dict(_points(before))
+    of_now, of_before = _points(now), _points(before)
     common = [key for key in of_now if key in of_before]
     if not common:
         raise ValueError(_nothing_in_common(of_now, of_before))
     _check_settings(now, before)
     rows = [
-        (f"{place} {when}", None, speed)
-        for place, key in enumerate(common)
+        (f"{key} {when}", None, speed)
         for when, points in (("now", of_now), ("before", of_before))
+        for key in common
         for speed in points[key][1]
     ]
-    found = contrasts(rows, [(f"{place} now", f"{place} before") for place in range(len(common))])
-    disturbed = _disturbed(now) | _disturbed(before)
-    return [Change(of_now[key][0], contrast, key[:2] in disturbed) for key, contrast in zip(common, found, strict=True)]
+    found = decide(estimate(rows, [(f"{key} now", f"{key} before") for key in common]))
+    return [
+        Change(of_now[key][0], contrast, of_now[key][2] or of_before[key][2])
+        for key, contrast in zip(common, found, strict=True)
+    ]
 
 
-def _machine(name: str) -> str:
-    """Devices and processor of a report's `hardware`, without the versions, which an upgrade changes."""
-    return name.partition("; torch ")[0]
+def _points(report: dict[str, Any]) -> dict[Key, tuple[str, list[float], bool]]:
+    """What tells a point from others -> its name, images/s of its repeats, and whether most runs of its group were disturbed.
 
-
-def _points(report: dict[str, Any]) -> Iterator[tuple[Key, tuple[str, list[float]]]]:
-    """(what tells a point from others, (its name, images/s of its repeats)); none of dp as threads on CPU."""
+    Its machine is devices and processor without the versions, which an upgrade changes. None of dp as threads on CPU.
+    """
     rows = {row["run"]: row for row in report["runs"]}
+    disturbed = {(group["hardware"], group["title"]): group["disturbed"] for group in report["groups"]}
+    found: dict[Key, tuple[str, list[float], bool]] = {}
     for point in report["points"]:
-        own = [rows[name] for name in point["runs"] if name in rows]
-        compared = (row for row in own if row["block"] is not None and not row["neighbours"])
+        compared = [rows[name] for name in point["runs"]]
+        compared = [row for row in compared if row["block"] is not None and not row["neighbours"]]
         speeds = [row["images_per_sec"] for row in compared if row["images_per_sec"]]
         if speeds and not point["stand_in"]:
-            place = (_machine(point["hardware"]), point["group"])
-            key = (*place, point["strategy"], point["devices"], point["nodes"], point["options"])
-            yield key, (f"{point['group']}, {point['label']} at {figure(sum(speeds) / len(speeds))} images/s", speeds)
-
-
-def _disturbed(report: dict[str, Any]) -> set[Key]:
-    return {(_machine(group["hardware"]), group["title"]) for group in report["groups"] if group["disturbed"]}
+            machine = point["hardware"].partition("; torch ")[0]
+            key = (machine, *(point[name] for name in ("group", "strategy", "devices", "nodes", "options")))
+            name = f"{point['group']}, {point['label']} at {figure(sum(speeds) / len(speeds))} images/s"
+            found[key] = name, speeds, disturbed[point["hardware"], point["group"]]
+    return found
 
 
 def _nothing_in_common(now: dict[Key, Any], before: dict[Key, Any]) -> str:

@@ -6,7 +6,7 @@ corrections. Claims that are timed or measured, so that their figures have a spr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from src.engine.report import claims_measured as measured
 from src.engine.report.evidence import Evidence, Ruling, missing, weigh
@@ -24,18 +24,19 @@ def replicas_stay_equal(e: Evidence) -> Ruling:
     """A run whose ranks drift apart fails, so failed runs are evidence too."""
     drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
     what = "equal hashes of all parameters over the ranks, at the start and at the end"
-    return e.in_every_run("ddp", what, lambda run: run.proof("hashes_equal"), failed=drifted)
+    return e.in_every_run("ddp", what, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
 
 
 def shares_are_disjoint(e: Evidence) -> Ruling:
-    def counts(run: RunRecord) -> list[float | None]:
-        return [run.number("proof", f"indices_{what}") for what in ("seen", "distinct", "expected")]
+    def counts(run: RunRecord) -> list[float]:
+        found = [run.number(f"proof.indices_{what}") for what in ("seen", "distinct", "expected")]
+        return [count for count in found if count is not None]
 
     return e.in_every_run(
         "ddp",
         "every index of the epoch read by exactly one rank",
-        lambda run: None if None in counts(run) else len(set(counts(run))) == 1,
-        lambda run: "{} read, {} distinct, {} expected".format(*(f"{n:,.0f}" for n in counts(run) if n is not None)),
+        lambda run: len(set(counts(run))) == 1 if len(counts(run)) == 3 else None,
+        lambda run: "{:,.0f} read, {:,.0f} distinct, {:,.0f} expected".format(*counts(run)),
     )
 
 
@@ -63,8 +64,8 @@ def dp_starts_sooner(e: Evidence) -> Ruling:
 
 def first_rank_writes(e: Evidence) -> Ruling:
     def files(run: RunRecord) -> dict[str, int]:
-        found = run.proof("files_per_rank")
-        return {rank: n for rank, n in found.items() if isinstance(n, int)} if isinstance(found, dict) else {}
+        found = [(key.removeprefix("proof.files_per_rank."), value) for key, value in run.result.items()]
+        return {rank: n for rank, n in found if rank.isdigit() and isinstance(n, int)}
 
     return e.in_every_run(
         "ddp",
@@ -75,19 +76,11 @@ def first_rank_writes(e: Evidence) -> Ruling:
 
 
 def backend_follows_device(e: Evidence) -> Ruling:
-    def example(run: RunRecord) -> str:
-        reason = run.environment.get("backend_reason") or run.proof("backend_reason") or "reason not recorded"
-        return f"{run.result['backend']} on {run.accelerator}: {reason}"
-
     return e.in_every_run(
         "ddp",
         "NCCL on CUDA, gloo elsewhere",
-        lambda run: (
-            run.result["backend"] == ("nccl" if run.accelerator == "cuda" else "gloo")
-            if run.result["backend"]
-            else None
-        ),
-        example,
+        lambda run: run.result["backend"] and run.result["backend"] == {"cuda": "nccl"}.get(run.accelerator, "gloo"),
+        lambda run: f"{run.result['backend']} on {run.accelerator}",
     )
 
 
@@ -116,18 +109,17 @@ def each_has_its_stage(e: Evidence) -> Ruling:
 
 
 def one_optimizer_per_process(e: Evidence) -> Ruling:
-    found = {s: [r for r in e.finished(s, 2) if r.proof("optimizers") is not None] for s in ("dp", "ddp")}
+    found = {s: [r for r in e.finished(s, 2) if r.result.get("proof.optimizers") is not None] for s in ("dp", "ddp")}
     if not all(found.values()):
         return missing("dp and ddp on 2 or more devices with their optimizers counted")
+
+    def counted(run: RunRecord) -> str:
+        state = ", ".join(f"{n / 2**20:.1f} MiB" for n in run.entries(int, "proof.optimizer_state_bytes")[:8])
+        return f"{run.strategy} × {run.devices} has {run.result['proof.optimizers']}" + (state and f" (state: {state})")
+
     runs = found["dp"] + found["ddp"]
-    fits = all(run.proof("optimizers") == (1 if run.strategy == "dp" else run.devices) for run in runs)
-    states = [[f"{n / 2**20:.1f} MiB" for n in run.entries(int, "proof", "optimizer_state_bytes")[:8]] for run in runs]
-    shown = listing(
-        f"{run.strategy} × {run.devices} has {run.proof('optimizers')}"
-        + (f" (state: {', '.join(state)})" if state else "")
-        for run, state in zip(runs, states, strict=True)
-    )
-    return Ruling(HOLDS if fits else FAILS, shown, "", tuple(runs))
+    fits = all(run.result["proof.optimizers"] == (1 if run.strategy == "dp" else run.devices) for run in runs)
+    return Ruling(HOLDS if fits else FAILS, listing(map(counted, runs)), "", tuple(runs))
 
 
 _THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
@@ -155,16 +147,6 @@ _CLAIMS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim(Ruling):
-    number: int
-    text: str
-
-    @property
-    def said(self) -> str:
-        return "; ".join(filter(None, (self.figure, self.reason)))
-
-
 @dataclass(frozen=True)
 class Correction:
     """A statement found in articles that is wrong whatever a machine measures."""
@@ -182,17 +164,14 @@ class Correction:
         return self.truth + (f" Here: {self.figure}." if self.figure else "")
 
 
-def weigh_claims(e: Evidence) -> list[Claim]:
-    hidden = _NOT_ON_CPU if e.on_cpu else {}
-    return [
-        Claim(**vars(Ruling(UNMEASURED, reason=hidden[n]) if n in hidden else rule(e)), number=n, text=text)
-        for n, text, rule in _CLAIMS
-    ]
+def weigh_claims(e: Evidence) -> list[Ruling]:
+    hidden = {n: Ruling(UNMEASURED, reason=why) for n, why in _NOT_ON_CPU.items() if e.on_cpu}
+    return [replace(hidden.get(n) or rule(e), number=n, text=text) for n, text, rule in _CLAIMS]
 
 
 def correct(e: Evidence) -> list[Correction]:
     ddp, dp = e.finished("ddp", 2), e.finished("dp", 2)
-    equal = [run for run in ddp if run.proof("hashes_equal")]
+    equal = [run for run in ddp if run.result.get("proof.hashes_equal")]
     replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else ""
     even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
     centre = f"under ddp the largest peak memory is at most {max(even):.2f} of the devices' mean" if even else ""

@@ -62,7 +62,7 @@ def dp_fills_device_0(e: Evidence) -> Ruling:
 
 def ddp_holds_full_replicas(e: Evidence) -> Ruling:
     def whole_and_even(run: RunRecord) -> bool | None:
-        equal, uneven = run.proof("hashes_equal"), run.imbalance
+        equal, uneven = run.result.get("proof.hashes_equal"), run.imbalance
         return None if equal is None or uneven is None or len(run.peak_bytes) < 2 else bool(equal) and uneven <= EVEN
 
     what = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"

@@ -53,7 +53,7 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
     """`job` is None where the folder is a run by itself."""
-    result = vars(read_result(folder)) if (folder / "result.json").is_file() else {}
+    result = flat(vars(read_result(folder))) if (folder / "result.json").is_file() else {}
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result and status not in ("waiting", "running"):
         status, reason = result["status"], result["reason"] or reason
@@ -71,13 +71,13 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         position=job.position if job else None,
         overrides=tuple(job.overrides) if job else (),
         result=result,
-        config=flat({key: value for key, value in config.items() if key not in ("defaults", "hydra")}),
+        config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
         environment=_read(folder / "environment.json", "JSON", json.loads),
     )
 
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Flat; empty where there is no such file."""
     try:
         tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -85,4 +85,4 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read as {kind} ({first})") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: not a record of this project")
-    return tree
+    return flat(tree)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.record.jobs import Jobs, read_jobs
-from src.engine.report.claims import Claim, Correction, correct, weigh_claims
+from src.engine.report.claims import Correction, correct, weigh_claims
 from src.engine.report.comparison import Group, MeasuredPoint, group_runs
 from src.engine.report.decisions import Lead, lead_of, with_contrasts
-from src.engine.report.evidence import Evidence
+from src.engine.report.evidence import Evidence, Ruling
 from src.engine.report.measured import MEASURES, RunRecord
 from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
@@ -30,7 +30,7 @@ class Machine:
 
     name: str
     groups: list[Group]
-    claims: list[Claim]
+    claims: list[Ruling]
     corrections: list[Correction]
 
 
@@ -65,8 +65,7 @@ def compare(runs: list[RunRecord], folders: Sequence[Path] = ()) -> Report:
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
     leads: list[dict[str, Any]] = [
-        {**_place(lead.group), **_pick(lead, "sentence", "command"), "contrast": _fields(lead.contrast)}
-        | {"point": lead.point.label if lead.point else None}
+        {**_place(lead.group), **_pick(lead, "sentence", "command", "point"), "contrast": _fields(lead.contrast)}
         for lead in report.leads
     ]
     return {
@@ -129,8 +128,8 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
         **{name: run.measure(name) for name in MEASURES},
         **(run.step_parts or {}),
         "peak_bytes": " ".join(f"{peak:.0f}" for peak in run.peak_bytes),
-        "val_loss": run.number("val", "loss"),
-        "total_seconds": run.number("seconds", "total"),
+        "val_loss": run.number("val.loss"),
+        "total_seconds": run.number("seconds.total"),
         "flags": "; ".join(run.flags),
         "overrides": " ".join(run.overrides),
     }

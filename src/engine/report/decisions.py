@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -24,12 +24,9 @@ from src.engine.report.wording import doubt, listing, percent, times, with_range
 from src.schema import TrainConfig
 
 SPEED = "images_per_sec"
-# Compared between ddp and dp only. Speed is what a sweep is for and has LEVEL; these share a fifth of it, so that a page on
-# which nothing differs says something wrong in 6 % of cases at most.
-OTHERS = ("first_step_seconds", "cpu_seconds", "busy")
-OTHERS_LEVEL = LEVEL / 5
-
-Pairs = list[tuple[MeasuredPoint, MeasuredPoint]]
+# Speed is what a sweep is for and has LEVEL; the others share a fifth of it, so that a page on which nothing differs says
+# something wrong in 6 % of cases at most.
+LEVELS = {SPEED: LEVEL} | dict.fromkeys(("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3)
 
 
 def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
@@ -47,16 +44,14 @@ def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
     ]
 
 
-def pairs_of_speed(group: Group) -> Pairs:
-    """Each point against single on one device, and ddp against dp on the same devices. Never all pairs."""
-    single = group.single
-    pairs = [(point, single) for point in group.points if single and point is not single] + ddp_over_dp(group)
-    return [(a, b) for a, b in pairs if a.speed and b.speed]
-
-
-def ddp_over_dp(group: Group) -> Pairs:
+def pairs(group: Group, measure: str) -> list[tuple[str, str]]:
+    """ddp against dp on the same devices; of speed also each point against single on one device. Never all pairs."""
     found = [(point, group.at("dp", point.devices)) for point in group.points if point.strategy == "ddp"]
-    return [(ddp, dp) for ddp, dp in found if dp and dp.devices > 1]
+    found = [(ddp, dp) for ddp, dp in found if dp and dp.devices > 1]
+    if measure == SPEED:
+        found = [(point, group.single) for point in group.points if point is not group.single] + found
+        found = [(a, b) for a, b in found if a.speed and b and b.speed]
+    return [(a.label, b.label) for a, b in found if b]
 
 
 def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[Group]:
@@ -64,12 +59,9 @@ def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLES
 
     A group most of whose runs were flagged keeps its ratios and is given no verdict.
     """
-    families: dict[str, tuple[Callable[[Group], Pairs], float]] = {SPEED: (pairs_of_speed, LEVEL)}
-    families |= dict.fromkeys(OTHERS, (ddp_over_dp, OTHERS_LEVEL / len(OTHERS)))
     found: list[dict[str, list[Contrast]]] = [{} for _ in groups]
-    for measure, (pairs, level) in families.items():
-        labels = [[(a.label, b.label) for a, b in pairs(group)] for group in groups]
-        estimates = [estimate(rows(group, measure), own) for group, own in zip(groups, labels, strict=True)]
+    for measure, level in LEVELS.items():
+        estimates = [estimate(rows(group, measure), pairs(group, measure)) for group in groups]
         decided = iter(decide([e for own in estimates for e in own], smallest_difference, level))
         for group, own, contrasts in zip(groups, estimates, found, strict=True):
             contrasts[measure] = [
@@ -89,7 +81,7 @@ class Lead:
     group: Group
     sentence: str
     command: str = ""
-    point: MeasuredPoint | None = None
+    point: str | None = None  # its label
     contrast: Contrast | None = None
 
 
@@ -121,7 +113,7 @@ def lead_of(group: Group) -> Lead:
     if apart and contrast is None:
         return Lead(group, f"No verdict: no block has run {spoken(point)} on one host with any of these: {apart}.")
     sentence += f" Not compared, for want of a common block: {apart}." if apart else ""
-    return Lead(group, sentence, command(point.runs[0]), point, contrast)
+    return Lead(group, sentence, command(point.runs[0]), point.label, contrast)
 
 
 def _against_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:

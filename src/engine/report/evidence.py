@@ -15,10 +15,18 @@ from src.engine.report.wording import doubt, listing, times
 
 @dataclass(frozen=True)
 class Ruling:
+    """A verdict on the claim of this number and text."""
+
     verdict: str
     figure: str = ""
     reason: str = ""
     runs: tuple[RunRecord, ...] = ()  # those the figure comes from
+    number: int = 0
+    text: str = ""
+
+    @property
+    def said(self) -> str:
+        return "; ".join(filter(None, (self.figure, self.reason)))
 
 
 @dataclass(frozen=True)

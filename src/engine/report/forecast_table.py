@@ -1,16 +1,14 @@
-"""The forecast of a sweep folder: its runs read, and the answer as text or JSON."""
+"""The forecast of a sweep folder: its runs read, and the answer as text."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from src.engine.report.collect import collect
-from src.engine.report.forecast import Answer, Forecast, forecast
+from src.engine.report.forecast import Answer, Measured, forecast
 from src.engine.report.measured import RunRecord
-from src.engine.report.step_model import Measured
 
 
 def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
@@ -20,13 +18,10 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     """
     found: dict[str, list[Measured]] = {}
     for run in collect([folder]):
-        measured = read_measured(run)
-        if measured is not None:
+        if (measured := read_measured(run)) is not None:
             found.setdefault(what(run), []).append(measured)
     if not found:
-        raise ValueError(
-            f"{folder}: no timed run of single or ddp here that ended well and ran alone; sweep over those"
-        )
+        raise ValueError(f"{folder}: no timed run of single or ddp that ended well and ran alone; sweep over those")
     answers, refused = {}, ""
     for name, runs in found.items():
         try:
@@ -44,12 +39,12 @@ def read_measured(run: RunRecord) -> Measured | None:
     if not run.comparable or run.strategy == "dp" or run.neighbours or not (speed and batch and run.devices):
         return None
     images = batch * int(run.config.get("train.accumulate") or 1)
-    ring = run.number("communication", "ms_per_step")
+    ring = run.measure("communication_ms")
     return Measured(
         devices=run.devices,
         images=images,
         seconds=images / speed,
-        gradient_bytes=int(run.number("communication", "bytes_per_step") or 0),
+        gradient_bytes=int(run.measure("bytes_per_step") or 0),
         ring=ring / 1000 if ring and run.devices > 1 else None,
         waits_for_data=run.measure("data_wait") or 0.0,
     )
@@ -60,10 +55,6 @@ def what(run: RunRecord) -> str:
     seen = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
     kept = [word for word in run.overrides if not word.startswith(seen)]
     return " ".join(kept) or str(run.result.get("model") or "")
-
-
-def as_json(answers: dict[str, Answer]) -> dict[str, Any]:
-    return {name: dataclasses.asdict(answer) for name, answer in answers.items()}
 
 
 def as_text(answers: dict[str, Answer]) -> Iterator[str]:
@@ -78,16 +69,12 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
         )
         if model.data_rate is not None:
             yield f"  the loader delivers {model.data_rate:.4g} images/s to a device, and bounds the step"
-        for title, rows in (
-            ("strong, the same global batch", answer.strong),
-            ("weak, the same batch per device", answer.weak),
-        ):
+        kinds = {"strong, the same global batch": answer.strong, "weak, the same batch per device": answer.weak}
+        for title, rows in kinds.items():
             yield f"  {title}"
             yield f"  {'devices':>9} {'per device':>10} {'images/s':>10} {'interval':>22} {'efficiency':>10} {'measured':>9}"
-            yield from (_row(row) for row in rows)
-
-
-def _row(row: Forecast) -> str:
-    interval = "unknown" if row.low is None else f"{row.low:.4g} to {row.high:.4g}"
-    measured = "" if row.measured is None else f"{row.measured:.4g}"
-    return f"  {row.devices:>9,} {row.per_device:>10.4g} {row.speed:>10.4g} {interval:>22} {row.efficiency:>10.2f} {measured:>9}"
+            for row in rows:
+                interval = "unknown" if row.low is None else f"{row.low:.4g} to {row.high:.4g}"
+                measured = "" if row.measured is None else f"{row.measured:.4g}"
+                figures = f"{row.devices:>9,} {row.per_device:>10.4g} {row.speed:>10.4g} {interval:>22}"
+                yield f"  {figures} {row.efficiency:>10.2f} {measured:>9}"

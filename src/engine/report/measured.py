@@ -10,21 +10,24 @@ from typing import Any
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
 # Measure -> where result.json has it. Times are in seconds, or in milliseconds where their name says so.
 _TIMED = ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed", "seconds_timed")
-_RECORDED = {name: ("throughput", name) for name in _TIMED} | {
-    "communication_ms": ("communication", "ms_per_step"),
-    "exposed_ms": ("communication", "exposed_ms_per_step"),  # not hidden behind the backward pass
-    "bytes_per_step": ("communication", "bytes_per_step"),
-    "bytes_busiest_link": ("communication", "bytes_busiest_link"),
-    "cpu_seconds": ("cpu", "seconds_per_second"),  # of all processes, per second of wall time
-    "first_step_seconds": ("seconds", "start_to_first_step"),
-    "data_wait": ("data_wait",),  # share of the timed steps, 0 to 1
+_RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
+    "communication_ms": "communication.ms_per_step",
+    "exposed_ms": "communication.exposed_ms_per_step",  # not hidden behind the backward pass
+    "bytes_per_step": "communication.bytes_per_step",
+    "bytes_busiest_link": "communication.bytes_busiest_link",
+    "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
+    "first_step_seconds": "seconds.start_to_first_step",
+    "data_wait": "data_wait",  # share of the timed steps, 0 to 1
 }
 MEASURES = (*_RECORDED, "imbalance", "busy", "accuracy")
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two runs are never the same run
 class RunRecord:
-    """One job of a sweep, or one run folder. What was not recorded is None, never 0."""
+    """One job of a sweep, or one run folder. What was not recorded is None, never 0.
+
+    Its records are flat, `{"data.batch_size": 64}`, and empty where there is no such file.
+    """
 
     name: str  # folder, relative to what all folders of the report have in common
     folder: Path  # a skipped or waiting job's may not exist
@@ -34,8 +37,8 @@ class RunRecord:
     block: int | None = 0  # of the sweep; None: the baseline once more, which belongs to no block
     position: int | None = None  # in run order
     overrides: tuple[str, ...] = ()
-    result: dict[str, Any] = field(default_factory=dict)  # result.json; empty where there is none
-    config: dict[str, Any] = field(default_factory=dict)  # flat: {"data.batch_size": 64}
+    result: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,20 +106,20 @@ class RunRecord:
     @property
     def step_parts(self) -> dict[str, float] | None:
         """Milliseconds of the parts of a mean step of rank 0, which add up to it; None unless all were recorded."""
-        known = {name: value for name in STEP_PARTS if (value := self.number("step", name)) is not None}
+        known = {name: value for name in STEP_PARTS if (value := self.number(f"step.{name}")) is not None}
         return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
 
     @property
     def profiled_parts(self) -> dict[str, float]:
         """Milliseconds of the parts of rank 0's mean step by name, where `train.profile_steps` split it; else empty."""
-        parts = next((below(entry, "parts") for entry in self.entries(dict, "profile") if entry.get("rank") == 0), None)
+        parts = next((entry.get("parts") for entry in self.entries(dict, "profile") if entry.get("rank") == 0), None)
         known = {name: as_number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
         return {name.removesuffix("_ms"): value for name, value in known.items() if value is not None}
 
     @property
     def accuracy(self) -> float | None:
         """None unless it was trained to its end: after the few steps of a benchmark it says nothing."""
-        return self.number("val", "acc") if self.config and self.config.get("train.max_steps") is None else None
+        return self.number("val.acc") if self.config and self.config.get("train.max_steps") is None else None
 
     @property
     def memory(self) -> list[dict[str, Any]]:
@@ -158,47 +161,36 @@ class RunRecord:
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         """(threads asked for, cores) of a CPU run that wants more threads on a node than this has cores."""
-        cores = as_number(below(self.environment, "cpu", "cores"))
+        cores = as_number(self.environment.get("cpu.cores"))
         threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
         return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
 
     def measure(self, name: str) -> float | None:
         """One of MEASURES."""
-        value: float | None = self.number(*_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        value: float | None = self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
         return value
-
-    def proof(self, key: str) -> Any:
-        """What the run counted about itself under `key`; None when it did not."""
-        return below(self.result, "proof", key)
 
     @property
     def chunk_sizes(self) -> list[int]:
         """Images that dp gave each device; empty where not recorded."""
-        return self.entries(int, "proof", "chunk_sizes")
+        return self.entries(int, "proof.chunk_sizes")
 
     def integer(self, key: str) -> int | None:
         """A count of result.json, None where it is not one."""
         value = self.result.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def number(self, *keys: str) -> float | None:
-        """What stands below `keys` in result.json, None where it is no finite number."""
-        return as_number(below(self.result, *keys))
+    def number(self, key: str) -> float | None:
+        """One of result.json, None where it is no finite number."""
+        return as_number(self.result.get(key))
 
-    def entries(self, kind: type, *keys: str) -> list[Any]:
-        """Those of this kind in the list below `keys` of result.json; none where there is no list."""
-        found = below(self.result, *keys)
+    def entries(self, kind: type, key: str) -> list[Any]:
+        """Those of this kind in a list of result.json; none where there is no list."""
+        found = self.result.get(key)
         return [entry for entry in found if isinstance(entry, kind)] if isinstance(found, list) else []
 
     def _asked(self, key: str) -> str:
         return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides).get(key, "")
-
-
-def below(tree: Any, *keys: str) -> Any:
-    """`tree[key][key]…`; None where a key is missing, or what it is looked up in is no mapping."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def as_number(value: Any) -> float | None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from src.engine.report.measured import RunRecord, below
+from src.engine.report.measured import RunRecord
 
 
 def hardware(run: RunRecord) -> str:
     """What must be equal for two runs to be compared: devices, processor, driver, and the versions of torch and CUDA."""
-    model, cores = (below(run.environment, "cpu", key) for key in ("model", "cores"))
-    processor = f"{model or 'unknown processor'}, {cores or '?'} cores"
-    torch = f"torch {below(run.environment, 'libraries', 'torch') or '—'}"
+    has = run.environment.get
+    processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
+    torch = f"torch {has('libraries.torch') or '—'}"
     if run.accelerator != "cuda":
         return f"{'Apple GPU' if run.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
     # Names only, no count: a run may have been shown only some of the machine's devices.
-    devices = run.environment.get("devices")
-    names = sorted({str(below(device, "name") or "") for device in devices} if isinstance(devices, list) else ())
-    versions = [f"{name} {value}" for name in ("CUDA", "driver") if (value := run.environment.get(name.lower()))]
+    names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
+    versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
     return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
 

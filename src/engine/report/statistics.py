@@ -39,9 +39,8 @@ class Estimate:
 
     @property
     def p(self) -> float:
-        """Two-sided probability of such a difference where there is none."""
-        if self.difference is None or not self.freedom:
-            return math.nan
+        """Two-sided probability of such a difference where there is none. Only of one that was tested against noise."""
+        assert self.difference is not None
         if self.error == 0:
             return 0.0 if self.difference else 1.0
         return float(2 * stdtr(self.freedom, -abs(self.difference) / self.error))
@@ -74,21 +73,11 @@ class Contrast:
         return HOLDS if low >= limit else FAILS if high < limit else UNDECIDED
 
 
-def contrasts(
-    rows: Iterable[tuple[str, object, float]],
-    pairs: Sequence[tuple[str, str]],
-    smallest_difference: float = SMALLEST_DIFFERENCE,
-    level: float = LEVEL,
-) -> list[Contrast]:
-    """One contrast a / b per pair, in the order of `pairs`, which are one family.
-
-    `rows`: (point, block, value) of every measurement; values are positive. Name only pairs that will be stated.
-    """
-    return decide(estimate(rows, pairs), smallest_difference, level)
-
-
 def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-    """The differences of `pairs` in logarithms, blocks taken out. Values that are not positive are left out."""
+    """The differences of `pairs` in logarithms, blocks taken out: name only pairs that will be stated.
+
+    `rows`: (point, block, value) of every measurement. Values that are not positive are left out.
+    """
     known = [row for row in rows if 0 < row[2] < math.inf]
     counts = Counter(name for name, *_ in known)
     named: list[tuple[str, object]] = [("point", row[0]) for row in known] + [("block", row[1]) for row in known]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
 
 from src.engine.report.comparison import Group, MeasuredPoint
 from src.engine.report.measured import RunRecord
-from src.engine.report.settings import flat, shared, spelled, values, varied
+from src.engine.report.settings import shared, spelled, values, varied
 from src.engine.report.statistics import Summary
-from src.engine.report.wording import doubt, figure, percent, times, with_range
+from src.engine.report.wording import doubt, figure, listing, percent, times, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS, MOST_NAMED = 12, 12  # folders of a point, outliers and flagged runs of a group
@@ -95,18 +94,18 @@ def parts_table(group: Group) -> Table:
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
-    places = [flat({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN}) for run in runs]
+    places = [{k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN} for run in runs]
     seen = {key: [v for v in found if v not in (None, "", [], {})] for key, found in values(places).items()}
     found = {"What varied": varied(runs), "What all points share": {key: [v] for key, v in shared(runs).items()}}
     found["Hardware and versions"] = {key: known for key, known in seen.items() if known}
     return [
-        Table([{"key": key, "values": _listed(keys[key])} for key in sorted(keys)], caption, words=["key", "values"])
+        Table(
+            [{"key": key, "values": listing(map(spelled, keys[key]), 12)} for key in sorted(keys)],
+            caption,
+            words=["key", "values"],
+        )
         for caption, keys in found.items()
     ]
-
-
-def _listed(seen: list[Any], most: int = 12) -> str:
-    return ", ".join(map(spelled, seen[:most])) + (f", … ({len(seen)} values)" if len(seen) > most else "")
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
@@ -159,7 +158,7 @@ def _summary(summary: Summary | None, hidden: bool = False, factor: float = 1, m
 
 def _peaks(point: MeasuredPoint, factor: float) -> str:
     peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
-    if any(run.shared_memory for run in point.runs):
+    if peaks and any(run.shared_memory for run in point.runs):
         return f"{peaks[0]} shared by {point.devices}" if point.devices > 1 else peaks[0]
     more = f", … ({len(peaks)})" if len(peaks) > MOST_DEVICES else ""
     return ", ".join(peaks[:MOST_DEVICES]) + more or DASH
