@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from src.training import checkpoint
 
 pytestmark = pytest.mark.processes
 TWO = ("parallel=ddp", "parallel.devices=2")
-FORMS = ("python", "torchrun", "by_hand")
 
 
 def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[Running]:
@@ -39,41 +39,34 @@ def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[R
     return started
 
 
+def in_its_folder(done: Finished) -> Finished:
+    """With the folder that it said it took."""
+    assert done.returncode == 0, done.output
+    said = next(line for line in done.stdout.splitlines() if line.startswith("run folder"))
+    return replace(done, folder=Path(said.split()[-1]))
+
+
 @pytest.fixture(scope="module")
 def forms(train_shared: Train) -> dict[str, Finished]:
-    """The same ddp run in every launch form, all into the same `hydra.run.dir` at the same time."""
-    wanted = train_shared.base / "run"
-    late = by_hand(train_shared, wanted, 3.0, "parallel=ddp")
-    python = train_shared.start(*TWO)
-    torchrun = train_shared.start("parallel=ddp", form="torchrun")
-    ended = {"python": python.finish(), "torchrun": torchrun.finish(), "by_hand": late[1].finish()}
-    assert late[0].finish().returncode == 0
-    for form, done in ended.items():
-        assert done.returncode == 0, f"{form}: {done.output}"
-        said = next(line for line in done.stdout.splitlines() if line.startswith("run folder"))
-        done.folder = Path(said.split()[-1])
-    return ended
+    """The same ddp run in two launch forms, into the same `hydra.run.dir` at the same time."""
+    python, torchrun = train_shared.start(*TWO), train_shared.start("parallel=ddp", form="torchrun")
+    return {"python": in_its_folder(python.finish()), "torchrun": in_its_folder(torchrun.finish())}
 
 
 def test_runs_started_together_into_one_folder_get_one_each(forms: dict[str, Finished]) -> None:
     wanted = min((done.folder for done in forms.values()), key=lambda folder: len(folder.name))
-    assert {done.folder for done in forms.values()} == {wanted, Path(f"{wanted}_1"), Path(f"{wanted}_2")}
-    assert {path.name for path in wanted.parent.iterdir() if path.name.startswith("run")} == {"run", "run_1", "run_2"}
+    assert {done.folder for done in forms.values()} == {wanted, Path(f"{wanted}_1")}
+    assert {path.name for path in wanted.parent.iterdir() if path.name.startswith("run")} == {"run", "run_1"}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_run_leaves_one_of_everything(forms: dict[str, Finished], form: str) -> None:
-    folder = forms[form].folder
+def check(done: Finished) -> None:
+    """One of everything in its folder, and two ranks that held one model."""
+    folder, result = done.folder, done.result
     assert [path.parent for path in folder.rglob(".hydra")] == [folder]
     writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
     assert len(writers) == 1, "one process writes TensorBoard"
     assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
     assert list(folder.rglob("*.tmp")) == []
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_proves_that_two_ranks_hold_one_model(forms: dict[str, Finished], form: str) -> None:
-    result = forms[form].result
     assert result["status"] == "done"
     assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == ("ddp", 2, 2, 2)
     assert result["backend"] == "gloo"
@@ -84,13 +77,30 @@ def test_a_run_proves_that_two_ranks_hold_one_model(forms: dict[str, Finished], 
     assert result["proof"]["files_per_rank"]["0"] >= 2, "log and metrics; TensorBoard's file is open only at times"
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
-def test_all_forms_give_the_same_numbers(forms: dict[str, Finished], form: str) -> None:
-    asked, other = forms["python"], forms[form]
-    assert without_times(other.metrics) == without_times(asked.metrics)
-    assert other.result["parameters_hash"] == asked.result["parameters_hash"]
-    weights = [checkpoint.load(done.folder / "checkpoints" / "last.pt")["model"] for done in (asked, other)]
+def check_equal(done: Finished, other: Finished) -> None:
+    assert without_times(done.metrics) == without_times(other.metrics)
+    assert done.result["parameters_hash"] == other.result["parameters_hash"]
+    weights = [checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("form", ["python", "torchrun"])
+def test_a_run_leaves_one_of_everything_and_proves_its_two_ranks(forms: dict[str, Finished], form: str) -> None:
+    check(forms[form])
+
+
+def test_torchrun_gives_the_same_numbers(forms: dict[str, Finished]) -> None:
+    check_equal(forms["torchrun"], forms["python"])
+
+
+@pytest.mark.slow
+def test_ranks_started_by_hand_are_the_same_run(forms: dict[str, Finished], train_shared: Train) -> None:
+    """One by one, rank 0 three seconds after the other."""
+    ranks = by_hand(train_shared, train_shared.base / "run", 3.0, "parallel=ddp")
+    ended = [in_its_folder(ranks[1].finish()), ranks[0].finish()]
+    assert ended[1].returncode == 0, ended[1].output
+    check(ended[0])
+    check_equal(ended[0], forms["python"])
 
 
 def test_nothing_is_left_in_the_temporary_folder(forms: dict[str, Finished], train_shared: Train) -> None:
@@ -124,6 +134,7 @@ def test_a_sweep_under_torchrun_is_refused_with_advice(train: Train) -> None:
     assert not (train.base / "sweep").exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
 def test_a_half_set_environment_is_refused_by_name(train: Train, variables: dict[str, str]) -> None:
     done = train.start(environment=variables).finish()

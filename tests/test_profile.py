@@ -46,10 +46,10 @@ def check(result: dict[str, Any], folder: Path, names: set[str], ranks: int = 1)
         assert min(parts.values()) > 0
         assert sum(parts.values()) == pytest.approx(of_meter["step_ms"], rel=0.05)
         check_trace(folder / entry["trace"], names)
-        assert len((folder / entry["trace"]).with_name(f"rank_{entry['rank']}.txt").read_text().splitlines()) > 20
+        table = (folder / entry["trace"]).with_name(f"rank_{entry['rank']}.txt").read_text()
+        assert len(table.splitlines()) > 20 and "aten::addmm" in table
         longest = [operation["ms"] for operation in entry["operations"]]
         assert longest == sorted(longest, reverse=True) and min(longest) > 0
-        assert any(operation["name"] == "aten::addmm" for operation in entry["operations"])
 
 
 def check_trace(path: Path, names: set[str]) -> None:
@@ -99,6 +99,7 @@ def test_dp_tells_its_copies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(threads) == 2, "replicas work in threads"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_every_rank_of_ddp_has_a_trace(tmp_path: Path, without_plots: None) -> None:
     result = in_ranks(trained, 2, str(tmp_path / "run"), "parallel=ddp", "parallel.devices=2")[0]

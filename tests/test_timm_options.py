@@ -276,6 +276,7 @@ def test_what_a_constructor_refuses_names_the_key(words: tuple[str, ...], said: 
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("where", "fault"),
     [

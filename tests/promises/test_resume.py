@@ -147,7 +147,7 @@ def slow(*row: Any) -> Any:
     ("world_size", "workers", "stop_at"),
     [
         (2, 0, 3),
-        (1, 0, STEPS),  # before the last epoch is evaluated
+        slow(1, 0, STEPS),  # before the last epoch is evaluated
         *(slow(1, 0, step) for step in STOPS),
         *(slow(2, 0, step) for step in STOPS if step != 3),
         *(slow(1, 2, step) for step in (3, EPOCH)),
