@@ -26,11 +26,9 @@ def main(argv: list[str]) -> int:
     found = compare(one, other, arguments.tolerance)
     width = max(len(curve.name) for curve in found)
     for curve in found:
-        verdict = (
-            "agree"
-            if curve.parts_at is None
-            else f"part at step {curve.parts_at}: {curve.values[0]:g} against {curve.values[1]:g}"
-        )
+        verdict = "agree"
+        if curve.parts_at is not None:
+            verdict = f"part at step {curve.parts_at}: {curve.values[0]:g} against {curve.values[1]:g}"
         print(f"{curve.name:<{width}}  {curve.points:>5} points  largest difference {curve.largest:.2e}  {verdict}")
     return 1 if any(curve.parts_at is not None for curve in found) else 0
 

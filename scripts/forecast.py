@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="a sweep over parallel.devices, with single or ddp")
     parser.add_argument("--devices", type=counts, help="e.g. 2,16,10000 (default: 2 to 1024)")
     parser.add_argument(
-        "--bandwidth-gbps", type=number(above=0), help="of the link between nodes, in 10^9 bits per second"
+        "--bandwidth-gbps", type=number(above=0), help="of a link between nodes, in 10^9 bits per second"
     )
     parser.add_argument("--latency-us", type=number(), help="of a message between nodes, in microseconds")
     parser.add_argument("--devices-per-node", type=whole_number(), help="joined as those measured are (default: 1)")

@@ -21,13 +21,11 @@ from src.engine.report.statistics import FAILS
 @refused_in_a_line
 def main(argv: list[str]) -> int:
     parser = CommandLine("Write report.html, .md, .csv and .json from sweep or run folders.")
-    parser.add_argument(
-        "folders", nargs="+", type=Path, help="sweep folders, finished or not, or folders of ended runs"
-    )
+    parser.add_argument("folders", nargs="+", type=Path, help="of sweeps, finished or not, or of ended runs")
     parser.add_argument("--out", type=Path, help="folder for the four files (default: the first folder)")
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier report, to hold this one against")
     parser.add_argument(
-        "--max-drop", type=number(), default=5.0, help="percent that a point may be slower than there (default: 5)"
+        "--max-drop", type=number(), default=5.0, help="percent that a point may be slower (default: 5)"
     )
     arguments = parser.read(argv)
     # Read first: it may be the file that is written anew.

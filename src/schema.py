@@ -13,19 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def choice(default: Any, *allowed: str) -> Any:
-    """A key that takes one of a few words."""
+def choice(default: Any, *allowed: Any) -> Any:
+    """A key that takes one of a few values."""
     return field(default=default, metadata={"choices": allowed})
 
 
 def number(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
-    """A finite number with bounds: `least` and `most` are allowed themselves, `above` is not."""
+    """A finite number with bounds: `least` and `most` are allowed themselves, `above` is not. Of texts, only `auto`."""
     return field(default=default, metadata={"least": least, "above": above, "most": most})
-
-
-def free_dict() -> Any:
-    """Keyword arguments for somebody else's constructor, which checks them."""
-    return field(default_factory=dict)
 
 
 @dataclass
@@ -41,7 +36,7 @@ class ModelConfig:
     weights: str | None = None  # a file: .safetensors, or a checkpoint of this project or of timm
     num_classes: int | None = number(None, least=1)  # None: from the data
     in_chans: int | None = number(None, least=1)  # None: from the data
-    kwargs: dict[str, Any] = free_dict()  # to timm.create_model
+    kwargs: dict[str, Any] = field(default_factory=dict)  # to timm.create_model
     channels_last: bool = False
     compile: bool = False
     grad_checkpointing: bool = False
@@ -78,10 +73,10 @@ class DataConfig:
     std: list[float] | None = None
     crop_pct: float | None = number(None, above=0, most=1)  # share of an evaluation image's side; None: the model's
     interpolation: str | None = choice(None, "bilinear", "bicubic")  # of evaluation images; None: the model's
-    workers: int | str = "auto"  # loader processes per rank; auto: 0 for data in memory
+    workers: int | str = number("auto", least=0)  # loader processes per rank; auto: 0 for data in memory
     on_error: str = choice("raise", "raise", "skip")  # an unreadable image: end the run by its name, or leave it out
     limit_train: int | None = number(None, least=1)  # use only the first N training images
-    kwargs: dict[str, Any] = free_dict()  # to the dataset's constructor
+    kwargs: dict[str, Any] = field(default_factory=dict)  # to the dataset's constructor
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
@@ -92,10 +87,10 @@ class ParallelConfig:
     strategy: str = "auto"  # auto, single, dp, ddp, or `src.parallel.<module>.<Class>` of your own
     # of a strategy of your own, whose YAML says both
     process_per_device: bool | None = None  # True: a rank per device, as in ddp; False: one process
-    options: dict[str, Any] = free_dict()  # what its class reads of `config.options`
-    devices: int | str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)  # what its class reads of `config.options`
+    devices: int | str = number("auto", least=1)
     accelerator: str = choice("auto", "auto", "cpu", "cuda", "mps")
-    threads_per_device: int | str = "auto"  # CPU threads in every rank or replica; auto: cores / devices
+    threads_per_device: int | str = number("auto", least=1)  # CPU threads of a rank or replica; auto: cores / devices
     # process group (ddp)
     backend: str = choice("auto", "auto", "nccl", "gloo", "mpi")
     start_timeout: int = number(300, least=1)  # seconds a rank may take to join and reach its first step
@@ -132,11 +127,11 @@ class OptimConfig:
     momentum: float = number(0.9, least=0, most=1)
     layer_decay: float | None = number(None, above=0, most=1)
     clip_grad: float | None = number(None, above=0)  # largest gradient norm
-    kwargs: dict[str, Any] = free_dict()  # to the optimizer, e.g. {betas: [0.9, 0.95]}
+    kwargs: dict[str, Any] = field(default_factory=dict)  # to the optimizer, e.g. {betas: [0.9, 0.95]}
     lr_rule: str = choice("none", "none", "linear", "sqrt")
     lr_base_batch: int = number(256, least=1)  # lr is meant for this batch when lr_rule is not none
     sched: str = choice("cosine", "none", "constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
-    sched_kwargs: dict[str, Any] = free_dict()  # to timm's create_scheduler_v2, e.g. {cycle_limit: 2, k_decay: 0.5}
+    sched_kwargs: dict[str, Any] = field(default_factory=dict)  # to timm's create_scheduler_v2, e.g. {cycle_limit: 2}
     warmup_epochs: float = number(0.0, least=0)
     warmup_lr: float = number(1e-5, least=0)
     min_lr: float = number(0.0, least=0)
@@ -208,14 +203,14 @@ class SweepConfig:
     """Only read with --multirun."""
 
     # blocks: each runs every point once, with the seed + its number; auto: until `precision` or `max_repeats` is reached
-    repeats: int | str = 1
+    repeats: int | str = number(1, least=1)
     precision: float = number(0.05, above=0)  # auto: half the 95 % interval of each ratio that the report states
     max_repeats: int = number(10, least=2)  # auto: blocks at the most
     smallest_difference: float = number(0.03, above=0, most=1)  # in speed that matters to you; below it "does not hold"
     shuffle: bool | None = None  # draw each block's order anew; None: where there are repeats, against drift
     resume: str | None = None  # a sweep folder: run what is missing or failed
     dry_run: bool = False  # print the jobs with their derived values, and leave
-    jobs: int | str = 1  # side by side, each on devices of its own; auto: as many as there are devices for
+    jobs: int | str = number(1, least=1)  # side by side, each on devices of its own; auto: as many as fit
     timed: bool = False  # the jobs' speed is what counts, so they run alone
 
 
@@ -225,11 +220,12 @@ class SearchConfig:
 
     sampler: str | None = choice(None, "tpe", "random")  # None: no search
     n_trials: int = number(20, least=1)  # in all, resumed or not
-    n_jobs: int | str = 1  # trials at a time, on devices of their own; auto: as sweep.jobs
+    n_jobs: int | str = number(1, least=1)  # trials at a time, on devices of their own; auto: as sweep.jobs
     direction: str | None = choice(None, "maximize", "minimize")  # None: what optimized_metric asks for
     storage: str | None = None  # database URL; None: study.db in the sweep folder (a password belongs in ${oc.env:…})
     study_name: str | None = None  # None: task_name and the sweep folder's name
-    params: dict[str, Any] = free_dict()  # key -> interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b
+    # key -> interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b
+    params: dict[str, Any] = field(default_factory=dict)
     max_failure_rate: float = number(0.5, least=0, most=1)  # share of n_trials; more failed ones end the search
     seed: int | None = number(None, least=0)  # None: `seed`
     pruner: str = choice("median", "median", "none")
@@ -250,7 +246,7 @@ class Config:
     resume: str | None = None  # a run folder, or auto: the newest unfinished run of this task
     resume_strict: bool = True
     optimized_metric: str = "val/acc_best"  # what train.py hands to a search
-    print_config: bool | str = True  # what differs from the defaults; full: all of it
+    print_config: bool | str = choice(True, True, False, "full")  # what differs from the defaults; full: all of it
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -297,12 +293,11 @@ class ResolvedConfig(Config):
 
 def as_resolved(config: Config) -> ResolvedConfig:
     """`config` by the type that has no `auto` left in it."""
-    parallel = config.parallel
-    numbers = {key: getattr(parallel, key) for key in ("devices", "threads_per_device")}
-    for key, value in numbers.items():
-        if not isinstance(value, int):
-            raise ValueError(f"parallel.{key}={value}: not resolved, so no config of a run; give a whole number")
-    return ResolvedConfig(**{**vars(config), "parallel": ResolvedParallel(**vars(parallel))})
+    parallel = ResolvedParallel(**vars(config.parallel))
+    for key in ("devices", "threads_per_device"):
+        if not isinstance(getattr(parallel, key), int):
+            raise ValueError(f"parallel.{key}=auto: not resolved, so no config of a run; give a whole number")
+    return ResolvedConfig(**{**vars(config), "parallel": parallel})
 
 
 def is_timm_dataset(name: str) -> bool:

@@ -116,6 +116,8 @@ WRONG_TYPES = [
     ("optim.lr=${optim.lr}", "optim.lr"),
     ("model.name", "model.name"),
     ("hydra.run.dir=a=b", "hydra.run.dir=a=b"),
+    ("hydra.verbose=3", "hydra.verbose=3", "true, false"),
+    ("hydra.verbose=[1]", "hydra.verbose=[1]", "true, false"),
 ]
 WRONG_NUMBERS = [
     ("optim.lr=nan", "optim.lr=nan"),
@@ -247,6 +249,7 @@ YAML_FILES = [
     ("hydra: {callbacks: {x: {_target_: os.system}}}", "hydra.callbacks"),
     ("hydra: {job_logging: {handlers: {x: {'()': os.system, command: 'exit 1'}}}}", "hydra.job_logging"),
     ("train: [1", "wrong"),
+    ("3", "int"),
 ]
 
 

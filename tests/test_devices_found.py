@@ -147,6 +147,18 @@ def test_a_sweep_over_the_machines_devices_ends_with_what_auto_takes(
     assert found == (counts or device_counts(OmegaConf.create({"data": {"batch_size": None}})))
 
 
+def test_replicas_of_dp_are_counted_alike_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has started one rank for them all."""
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    asked = composed("parallel=dp", "parallel.devices=2")
+    assert resolve(asked, 1, 1).parallel.threads_per_device == resolve(asked).parallel.threads_per_device == 4
+    machine_of(monkeypatch, 1)
+    for ranks in ((), (1, 1)):
+        with pytest.raises(ValueError, match=r"1 CUDA device.s. here, and dp takes one for each replica"):
+            resolve(asked, *ranks)
+
+
 class FakeDriver:
     """libcuda as ctypes calls it, for devices given as (name, bytes of memory, 16 bytes of UUID)."""
 

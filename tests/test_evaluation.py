@@ -41,6 +41,34 @@ def test_a_run_of_a_cluster_is_evaluated_on_this_machine(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.devices=2"], "parallel.devices=2: single uses one device"),
+        (["parallel=ddp", "parallel.dim=1"], "parallel.dim=1: an option of dp"),
+        (["data.batch_size=8", "data.batch_size_per_device=4"], "set one"),
+        (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused_of_a_run_as_of_a_model(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    freeze(resolved("parallel=single"), tmp_path)
+    for run, model_of in ((tmp_path, []), (None, ["model.weights=" + __file__])):
+        with pytest.raises(ValueError, match=said):
+            evaluation_config(run, [*model_of, *words], None)
+
+
+def test_a_compiled_run_is_evaluated_where_nothing_can_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.engine.config.resolve.shutil.which", lambda name: name)
+    freeze(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
+    monkeypatch.setattr("src.engine.config.resolve.shutil.which", lambda name: None)
+    assert not evaluation_config(tmp_path, [], None).model.compile
+    assert evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy == "dp"
+
+
 SPLITS = ((37, 7), (10, 6), (2, 4), (1, 6))  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
 
 

@@ -25,10 +25,7 @@ def cluster_rules(config: Config) -> Iterator[str]:
     """A line for each key that does not fit the scheduler."""
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.strategy in ("single", "dp"):
-        yield (
-            f"parallel={parallel.strategy}: one process, which cannot span the nodes of cluster.nodes={cluster.nodes}; "
-            "use parallel=ddp"
-        )
+        yield f"parallel={parallel.strategy}: one process, which cannot span the nodes ({cluster.nodes}); use parallel=ddp"
     if cluster.scheduler == "local":
         return
     plain = ClusterConfig()
@@ -36,14 +33,13 @@ def cluster_rules(config: Config) -> Iterator[str]:
         for key in keys:
             if owner != cluster.scheduler and getattr(cluster, key) != getattr(plain, key):
                 yield f"cluster.{key}={getattr(cluster, key)}: an option of {owner}, but cluster={cluster.scheduler}"
+    for key in ("image", "claim"):
+        if cluster.scheduler == "kubernetes" and getattr(cluster, key) is None:
+            yield f"cluster.{key}: must be given with cluster=kubernetes"
     yield from _texts(cluster)
     yield from _sizes(config)
     if parallel.max_restarts:
         yield f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} restarts a failed run itself; use 0"
-    if cluster.scheduler == "kubernetes":
-        for key in ("image", "claim"):
-            if getattr(cluster, key) is None:
-                yield f"cluster.{key}: must be given with cluster=kubernetes"
 
 
 def _texts(cluster: ClusterConfig) -> Iterator[str]:
@@ -77,16 +73,10 @@ def _sizes(config: Config) -> Iterator[str]:
     if devices % cluster.nodes:
         yield f"parallel.devices={devices}: of all nodes together, and does not divide by cluster.nodes={cluster.nodes}"
     if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
-        yield (
-            f"parallel.devices={devices}: cluster.nodes={cluster.nodes} with {gpus} GPU(s) each have {cluster.nodes * gpus}; "
-            "leave it at auto"
-        )
-    threads = parallel.threads_per_device
-    if threads != "auto" and cluster.cpus is not None and int(threads) * devices // cluster.nodes > cluster.cpus:
-        yield (
-            f"parallel.threads_per_device={threads}: {devices // cluster.nodes} device(s) per node need more than "
-            f"cluster.cpus={cluster.cpus}"
-        )
+        yield f"parallel.devices={devices}: nodes with {gpus} GPU(s) each have {cluster.nodes * gpus}; leave it at auto"
+    threads, cpus = parallel.threads_per_device, cluster.cpus
+    if threads != "auto" and cpus is not None and int(threads) * devices // cluster.nodes > cpus:
+        yield f"parallel.threads_per_device={threads}: the devices of a node need more than cluster.cpus={cpus}"
 
 
 def gpus_of_gres(cluster: ClusterConfig) -> int:
@@ -126,8 +116,7 @@ def check_code(config: Config, overrides: list[str], local: Path) -> None:
     here: Any = OmegaConf.load(local) if local.is_file() else OmegaConf.create()
     for key in CODE:
         value, own = getattr(config.cluster, key), OmegaConf.select(here, f"cluster.{key}")
-        if value and f"cluster.{key}" not in given and value != (list(own) if isinstance(value, list) and own else own):
+        if value and f"cluster.{key}" not in given and value != own:
             raise ValueError(
-                f"cluster.{key}: runs in a shell, so it is taken from the command line and conf/local/default.yaml alone; "
-                "give it there"
+                f"cluster.{key}: only the command line and conf/local/default.yaml may give what a shell runs"
             )

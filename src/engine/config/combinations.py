@@ -30,21 +30,13 @@ SCHEDULES_WITH = {  # argument of create_scheduler_v2 -> the schedules that read
 
 def check_combination(config: Config) -> None:
     """Refuse keys that cannot work together."""
-    rules = (cluster_rules, _batch, _images, _weights, _strategy, _time, _schedule)
-    refuse(*(rule(config) for rule in rules))
+    refuse(*(rule(config) for rule in (cluster_rules, _data, _weights, _strategy, _time, _schedule)))
 
 
-def _batch(config: Config) -> Iterator[str]:
-    data = config.data
-    if data.batch_size is not None and data.batch_size_per_device is not None:
-        yield (
-            f"data.batch_size={data.batch_size} and data.batch_size_per_device={data.batch_size_per_device}: "
-            "set one of them (the other to null)"
-        )
-
-
-def _images(config: Config) -> Iterator[str]:
-    data, augment = config.data, config.data.augment
+def _data(config: Config) -> Iterator[str]:
+    data, augment, per_device = config.data, config.data.augment, config.data.batch_size_per_device
+    if data.batch_size is not None and per_device is not None:
+        yield f"data.batch_size={data.batch_size} and data.batch_size_per_device={per_device}: set one, the other to null"
     for key, pair in (("scale", augment.scale), ("ratio", augment.ratio)):
         if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
             yield f"data.augment.{key}={pair}: give two numbers, [smallest, largest], above 0"
@@ -93,20 +85,16 @@ def _strategy(config: Config) -> Iterator[str]:
     if is_own_class(strategy):
         if parallel.process_per_device is None:
             yield f"parallel.process_per_device: {strategy} needs it; true: a rank per device, false: one process"
-    elif parallel.process_per_device is not None or parallel.options:
-        key, value = (
-            ("options", parallel.options) if parallel.options else ("process_per_device", parallel.process_per_device)
-        )
-        yield f"parallel.{key}={value}: of a strategy of your own, but parallel={strategy}"
+    else:
+        for key in ("process_per_device", "options"):
+            if getattr(parallel, key) not in (None, {}):
+                yield f"parallel.{key}={getattr(parallel, key)}: of a strategy of your own, but parallel={strategy}"
     if parallel.max_restarts and not parallel.has_ranks:
         yield f"parallel.max_restarts={parallel.max_restarts}: an option of ddp, but parallel={strategy}"
     if model.compile and strategy == "dp":
         yield "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
-    if model.compile and strategy == "ddp" and parallel.bucket_cap_mb is not None and parallel.bucket_cap_mb < 1:
-        yield (
-            f"parallel.bucket_cap_mb={parallel.bucket_cap_mb}: model.compile=true splits the model at buckets of 1 MB or "
-            "more; use at least 1, or model.compile=false"
-        )
+    if model.compile and parallel.bucket_cap_mb is not None and parallel.bucket_cap_mb < 1:
+        yield f"parallel.bucket_cap_mb={parallel.bucket_cap_mb}: give at least 1: model.compile=true splits there"
     if model.sync_bn and not parallel.has_ranks:
         yield f"model.sync_bn=true: synchronises the ranks of ddp, but parallel={strategy}"
 
@@ -114,10 +102,7 @@ def _strategy(config: Config) -> Iterator[str]:
 def _time(config: Config) -> Iterator[str]:
     optim, train = config.optim, config.train
     if optim.warmup_epochs + optim.cooldown_epochs >= train.epochs and optim.sched not in ("none", "constant"):
-        yield (
-            f"optim.warmup_epochs={optim.warmup_epochs}: warm-up and cool-down must be shorter than "
-            f"train.epochs={train.epochs}"
-        )
+        yield f"optim.warmup_epochs={optim.warmup_epochs}: with optim.cooldown_epochs no shorter than train.epochs={train.epochs}"
     if train.early_stop is not None and train.evaluate_every == 0:
         yield f"train.early_stop={train.early_stop}: needs evaluations; set train.evaluate_every above 0"
     if train.max_steps is not None:
@@ -128,9 +113,8 @@ def profile_rules(train: TrainConfig, steps: int) -> Iterator[str]:
     """A line if a run of so many steps has none left to time after those that the profiler records."""
     if train.untimed_steps is not None and steps <= train.untimed_steps:
         yield (
-            f"train.profile_steps={train.profile_steps}: profiling needs steps after the warm-up (10), the profiler's own (1) "
-            f"and the recorded ones, {train.untimed_steps + 1} or more; this run has {steps}: raise train.max_steps or "
-            "train.epochs"
+            f"train.profile_steps={train.profile_steps}: profiling needs steps after the warm-up and the recorded ones, "
+            f"{train.untimed_steps + 1} or more; this run has {steps}: raise train.max_steps or train.epochs"
         )
 
 
@@ -145,12 +129,8 @@ def _schedule(config: Config) -> Iterator[str]:
     if optim.sched == "step" and optim.decay_epochs is None:
         yield "optim.sched=step: set optim.decay_epochs, the epochs between two drops"
     if optim.decay_epochs is not None and optim.decay_epochs >= epochs - optim.warmup_epochs:
-        yield (
-            f"optim.decay_epochs={optim.decay_epochs}: longer than training; use less than train.epochs={epochs} "
-            "without its warm-up"
-        )
-    for key in ("decay_milestones", "decay_epochs"):
-        users = {"decay_milestones": ("multistep",), "decay_epochs": ("step", "wsd", "rsqrt")}[key]
+        yield f"optim.decay_epochs={optim.decay_epochs}: longer than training: train.epochs={epochs} without its warm-up"
+    for key, users in (("decay_milestones", ("multistep",)), ("decay_epochs", ("step", "wsd", "rsqrt"))):
         if getattr(optim, key) is not None and optim.sched not in users:
             yield f"optim.{key}={getattr(optim, key)}: has no effect with optim.sched={optim.sched}"
     for key in optim.sched_kwargs:

@@ -21,14 +21,13 @@ from src.engine.config.cluster import check_code
 from src.engine.config.combinations import check_combination
 from src.engine.config.confidential import check_literals, check_overrides
 from src.engine.config.fences import check_hydra_block, check_search_path
-from src.engine.config.names import explain, hint, is_known, key_hint
+from src.engine.config.names import ROOT, explain, hint, is_known, key_hint
 from src.engine.config.resolve import count_that_divides
 from src.engine.config.rules import check_values
 from src.engine.machine import hardware
 from src.engine.machine.secrets import hide_in
 from src.schema import Config, ResolvedConfig, as_resolved
 
-ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
 
@@ -62,9 +61,7 @@ def compose_command(arguments: Any) -> Command:
         try:
             tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
         except KeyError as error:  # Hydra looks it up while it composes
-            raise ValueError(
-                f"hydra.job.env_copy={error}: not set; leave it out, ranks inherit the environment"
-            ) from None
+            raise ValueError(f"hydra.job.env_copy={error}: not set; ranks inherit the environment") from None
         except AttributeError as error:
             if error.obj is not None:
                 raise
@@ -82,7 +79,7 @@ def compose_command(arguments: Any) -> Command:
                 raise ValueError(f"search.sampler={config.search.sampler}: a search is a sweep: add -m")
             check_combination(config)
         return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:  # OSError: a file that cannot be read
         raise ValueError(explain(error, arguments.overrides)) from error
     finally:
         GlobalHydra.instance().clear()
@@ -124,9 +121,7 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 @cache
 def store_schema() -> None:
-    """Once a process: give Hydra the schema, which every primary config is composed on (`defaults: [schema, …]`), and
-    our resolvers.
-    """
+    """Once a process: give Hydra our resolvers, and the schema that every primary config is composed on."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
@@ -146,8 +141,7 @@ def to_config(tree: DictConfig) -> Config:
         if "hydra" in tree:
             from hydra.conf import HydraConf  # not for a rank, which reads a frozen config
 
-            block = OmegaConf.to_container(tree.hydra)  # plain: typed ones are not checked
-            assert isinstance(block, dict)
+            block: Any = OmegaConf.to_container(tree.hydra)  # plain: typed ones are not checked
             block.pop("env", None)  # a group of Hydra's that its schema forgets
             OmegaConf.merge({"hydra": _typed(HydraConf)}, {"hydra": block})
             check_hydra_block(tree)
@@ -171,34 +165,23 @@ def freeze(config: Config, folder: Path) -> None:
     """
     from src.engine.machine.files import write_text
 
-    hydra = (CONF / "hydra" / "default.yaml").read_text(encoding="utf-8")
-    whole = OmegaConf.create(hydra)
-    assert isinstance(whole, DictConfig)
-    block = OmegaConf.masked_copy(whole, ["run", "sweep", "job"])
+    hydra: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "default.yaml"))
+    task: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    task["cluster"] |= {"setup": None, "extra": []}  # code: config/cluster.py
+    logging = [{"override hydra/hydra_logging": "none"}, {"override hydra/job_logging": "none"}]
+    block = {key: hydra[key] for key in ("run", "sweep", "job")}
+    tree = hide_in({"defaults": ["schema", "_self_", *logging], "hydra": block, **task})  # the ranks resolve references
     header = f"# Runs again: python train.py --config-path {folder.resolve()} --config-name config\n"
-    body = {
-        "defaults": [
-            "schema",
-            "_self_",
-            {"override hydra/hydra_logging": "none"},
-            {"override hydra/job_logging": "none"},
-        ]
-    }
-    tree = OmegaConf.merge(body, {"hydra": block}, OmegaConf.structured(config))
-    tree.cluster.setup, tree.cluster.extra = None, []  # code: config/cluster.py
-    plain = hide_in(OmegaConf.to_container(tree))  # secrets are references again, which the ranks resolve
-    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(plain))
+    write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
 
 
 def read_frozen(folder: Path) -> ResolvedConfig:
     """The config that `freeze` wrote."""
-    path = folder / "config.yaml"
     try:
-        tree = OmegaConf.load(path)
-        assert isinstance(tree, DictConfig)
-    except (OSError, AssertionError, YAMLError):
+        tree: Any = OmegaConf.load(folder / "config.yaml")
+        task = OmegaConf.masked_copy(tree, [key for key in tree if key not in ("hydra", "defaults")])
+    except (OSError, ValueError, YAMLError):  # ValueError: a list, or no text
         raise ValueError(f"{folder}: no config.yaml of a run here that can be read") from None
-    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in ("hydra", "defaults")])
     return as_resolved(to_config(task))
 
 
@@ -207,21 +190,19 @@ def _hydra(arguments: Any) -> Any:
     from hydra._internal.utils import create_automatic_config_search_path
 
     store_schema()
-
-    path = CONF if arguments.config_path is None else Path(os.path.abspath(arguments.config_path))
-    if not path.is_dir():
-        raise ValueError(f"--config-path={path}: no such folder")
-    search = create_automatic_config_search_path(calling_file=None, calling_module=None, config_path=str(path))
+    for option, folder in (("config-path", arguments.config_path), ("config-dir", arguments.config_dir)):
+        if folder is not None and not os.path.isdir(folder):
+            raise ValueError(f"--{option}={folder}: no such folder")
+    main = os.path.abspath(arguments.config_path or CONF)
+    search = create_automatic_config_search_path(calling_file=None, calling_module=None, config_path=main)
     if arguments.config_dir is not None:
-        if not os.path.isdir(arguments.config_dir):
-            raise ValueError(f"--config-dir={arguments.config_dir}: no such folder")
         search.prepend("command-line", f"file://{os.path.abspath(arguments.config_dir)}")
     return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
 
 
 def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
     """Refuse unknown keys and group options before Hydra does, with the nearest name."""
-    groups = set(_groups(loader))
+    groups = {group for group in loader.list_groups("") if loader.get_group_options(group) and group != "hydra"}
     for override in overrides:
         key = override.key_or_group
         if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
@@ -236,9 +217,3 @@ def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
                     raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
         elif not is_known(key):
             raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")
-
-
-def _groups(loader: Any) -> list[str]:
-    from hydra.core.object_type import ObjectType
-
-    return [g for g in loader.list_groups("") if loader.get_group_options(g, ObjectType.CONFIG) and g != "hydra"]

@@ -39,12 +39,10 @@ def check_overrides(overrides: list[str]) -> None:
 
 def check_literals(tree: DictConfig) -> None:
     """Refuse secrets in a composed config, wherever its values come from."""
-    whole = OmegaConf.to_container(tree)
-    assert isinstance(whole, dict)
-    block = whole.pop("hydra", {})
+    whole: Any = OmegaConf.to_container(tree)
+    for key in NOT_A_CHOICE:
+        whole.get("hydra", {}).pop(key, None)
     for key, value in plain_values(whole):
-        _check(key, value)
-    for key, value in plain_values({key: block[key] for key in block if key not in NOT_A_CHOICE}, "hydra"):
         _check(key, value)
     for key in NAMES:
         name = held_by(str(OmegaConf.select(tree, key, throw_on_resolution_failure=False, throw_on_missing=False)))

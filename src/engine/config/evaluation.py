@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from src.engine.config.combinations import check_combination
 from src.engine.config.compose import compose_command, read_frozen, to_config
 from src.engine.config.confidential import check_overrides
 from src.engine.config.names import explain, is_known, key_hint
@@ -27,7 +28,8 @@ def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | Non
     for override in overrides:
         _check_part(override, OF_A_MODEL if run is None else OF_A_RUN)
     config = _composed(overrides) if run is None else _frozen(run, overrides)
-    config.model.sync_bn = False
+    config.model.sync_bn, config.model.compile = False, False  # of training
+    check_combination(config)
     if run is None and not config.model.pretrained and config.model.weights is None:
         raise ValueError("nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>")
     return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
@@ -53,20 +55,15 @@ def _frozen(run: Path, overrides: list[str]) -> Config:
     frozen = read_frozen(run)
     config = Config(**vars(frozen))
     per_device = max(1, frozen.global_batch // frozen.parallel.devices)
-    config.parallel, config.cluster = (
-        ParallelConfig(strategy="single"),
-        ClusterConfig(),
-    )  # here, wherever it was trained
+    config.parallel, config.cluster = ParallelConfig(strategy="single"), ClusterConfig()  # here, wherever trained
     config.model.pretrained, config.model.weights = False, None
-    is_global = any(override.startswith("data.batch_size=") for override in overrides)
-    config.data.batch_size, config.data.batch_size_per_device = None, None if is_global else per_device
     check_overrides(overrides)
-    dotted = []
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        dotted.append(f"{GROUPS.get(key, key)}={value}")
+    given = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    dotted = [f"{GROUPS.get(key, key)}={value}" for key, value in given.items()]
+    config.data.batch_size = None
+    config.data.batch_size_per_device = None if "data.batch_size" in given else per_device
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(dotted))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, dotted)) from error
-    return to_config(OmegaConf.create(OmegaConf.to_container(merged)))  # type: ignore[arg-type]
+    return to_config(merged)  # type: ignore[arg-type]

@@ -61,8 +61,7 @@ def check_hydra_block(tree: DictConfig) -> None:
     hydra = tree.hydra
     if str(hydra.mode).endswith("MULTIRUN") and "hydra.mode=MULTIRUN" in hydra.overrides.hydra:
         raise ValueError("hydra.mode=MULTIRUN: a sweep is asked for with --multirun (-m)")
-    block = OmegaConf.to_container(hydra)
-    assert isinstance(block, dict)
+    block: Any = OmegaConf.to_container(hydra)
     for section in LOGGING:
         _check_logging(section, block.pop(section), str(hydra.runtime.choices.get(f"hydra/{section}")))
     for key, value in sorted(plain_values(block), key=str):  # env_copy first: Hydra copies into env_set
@@ -71,6 +70,12 @@ def check_hydra_block(tree: DictConfig) -> None:
             raise ValueError(f"hydra.{key}: set it in the shell; a config can set {', '.join(VARIABLES)}")
         if name == key and not f"{key}.".startswith(ALLOWED) and (key not in FIXED or FIXED[key] != value):
             raise ValueError(f"hydra.{key}={value}: fixed; below hydra a config can set {', '.join(SETTABLE)}")
+    verbose = block["verbose"]
+    loggers = verbose if isinstance(verbose, list) else [verbose]
+    if not isinstance(verbose, bool) and not all(
+        isinstance(name, str) for name in loggers
+    ):  # Hydra would only assert it
+        raise ValueError(f"hydra.verbose={verbose}: give true, false or names of loggers")
     if not re.fullmatch(r"[\w.-]+", str(hydra.job.name)):  # of a log file in the run folder
         raise ValueError(f"hydra.job.name={hydra.job.name}: give letters, digits, dots and dashes")
 

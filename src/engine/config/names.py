@@ -26,25 +26,15 @@ def hint(name: str, known: Iterable[str]) -> str:
     close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
     if close:
         return f"; did you mean {', '.join(close)}?"
-    return f"; allowed: {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
-
-
-def known_keys() -> list[str]:
-    """Every dotted key of the schema, sections included."""
-    keys = [key for key, _, _ in leaves(Config())]
-    return keys + sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)})
+    return f"; allowed: {', '.join(sorted(known))}" if 0 < len(known) <= 20 else ""
 
 
 def is_known(key: str) -> bool:
-    """True if the schema has `key`, or it lies below a free dictionary."""
-    node: object = Config()
-    for part in key.split("."):
-        if isinstance(node, dict):
-            return True
-        if part not in getattr(node, "__dict__", ()):  # which has no properties
-            return False
-        node = getattr(node, part)
-    return True
+    """True if the schema has `key`, or a section of that name, or it lies below a free dictionary."""
+    return any(
+        f"{known}.".startswith(f"{key}.") or (isinstance(value, dict) and key.startswith(f"{known}."))
+        for known, value, _ in leaves(Config())
+    )
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,12 +51,13 @@ def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def key_hint(key: str, more: Iterable[str] = ()) -> str:
     """`; did you mean …?`: keys with the same last part, else keys (or `more`) that look alike."""
-    known = known_keys()
-    last = key.rsplit(".", 1)[-1]
-    elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
+    keys = [known for known, _, _ in leaves(Config())]
+    sections = sorted({known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)})
+    last = key.rpartition(".")[2]
+    elsewhere = [known for known in (*keys, *sections) if known.rpartition(".")[2] == last]
     if elsewhere:
         return f"; did you mean {', '.join(elsewhere[:3])}?"
-    return hint(key, [*known, *more])
+    return hint(key, [*keys, *sections, *more])
 
 
 def explain(error: Exception, overrides: Iterable[str] = ()) -> str:

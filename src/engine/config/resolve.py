@@ -11,9 +11,7 @@ from src.engine.config.cluster import fill_in
 from src.engine.config.rules import refuse
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS, backend_for
-from src.schema import Config, ResolvedConfig, as_resolved
-
-DEFAULT_BATCH_SIZE = 64
+from src.schema import Config, DataConfig, ResolvedConfig, as_resolved
 
 
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
@@ -24,26 +22,26 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     """
     config = copy.deepcopy(config)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
-        config.data.batch_size = DEFAULT_BATCH_SIZE
+        config.data.batch_size = DataConfig.batch_size
     _check_who_starts(config, world_size)
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:
         fill_in(config)
     cuda = len(hardware.visible_cuda_devices())
-    _resolve_strategy(config, cuda, world_size)
-    _resolve_devices(config, cuda, world_size)
+    _resolve_parallel(config, cuda, world_size)
     parallel = config.parallel
-    local = local_world_size or int(parallel.devices)
-    if world_size is not None and cuda == 1:  # srun may show each task a device of its own; launch/nodes.py counts them
-        local = 1
+    local = int(parallel.devices)
+    if world_size is not None and parallel.has_ranks:
+        # With one device: srun may show each task one of its own; launch/nodes.py counts them.
+        local = 1 if cuda == 1 else local_world_size or local
     if not elsewhere:
-        refuse(_missing_devices(config, cuda, local))
+        refuse(_missing_devices(config, cuda, local), _missing_compiler(config))
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
         parallel.backend = backend_for(parallel.accelerator)
     resolved = as_resolved(config)
-    refuse(_unfit_batch(resolved), iter(()) if elsewhere else _missing_compiler(resolved))
+    refuse(_unfit_batch(resolved))
     return resolved
 
 
@@ -53,8 +51,7 @@ def remarks(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
         return []  # nothing depends on this machine
     parallel, cuda, said = resolved.parallel, len(hardware.visible_cuda_devices()), []
     of_all = asked.parallel.devices == "auto" and asked.parallel.device_ids is None and world_size is None
-    could = asked.parallel.strategy != "single" and parallel.accelerator == "cuda"
-    if of_all and could and parallel.devices < cuda:
+    if of_all and asked.parallel.strategy != "single" and parallel.accelerator == "cuda" and parallel.devices < cuda:
         batch = resolved.global_batch
         below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
         said.append(
@@ -82,17 +79,14 @@ def _auto_devices(config: Config, cuda: int) -> int:
     parallel, augment = config.parallel, config.data.augment
     if parallel.device_ids:
         return len(parallel.device_ids)
-    on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
     pairs = bool(augment.mixup or augment.cutmix) and parallel.strategy != "dp"
-    return count_that_divides(cuda if on_cuda else min(2, hardware.cores()), config.data.batch_size, pairs)
+    return count_that_divides(cuda or min(2, hardware.cores()), config.data.batch_size, pairs)
 
 
 def _check_who_starts(config: Config, world_size: int | None) -> None:
     cluster = config.cluster
     if world_size is not None and cluster.scheduler != "local":
-        raise ValueError(
-            f"cluster={cluster.scheduler}: its job starts the ranks itself; run this with python, without torchrun or srun"
-        )
+        raise ValueError(f"cluster={cluster.scheduler}: its job starts the ranks; run this with python alone")
     if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
         raise ValueError(
             f"cluster.nodes={cluster.nodes}: cluster=local starts this machine's ranks alone; use cluster=slurm or "
@@ -100,35 +94,26 @@ def _check_who_starts(config: Config, world_size: int | None) -> None:
         )
 
 
-def _resolve_strategy(config: Config, cuda: int, world_size: int | None) -> None:
+def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None:
+    """Strategy, accelerator and number of devices."""
     parallel = config.parallel
-    asked = _auto_devices(config, cuda) if parallel.devices == "auto" else int(parallel.devices)
+    usable = cuda if parallel.accelerator in ("auto", "cuda") else 0
     if parallel.strategy == "auto":
-        if world_size is not None:
-            parallel.strategy = "ddp"
-        else:
-            on_cuda = cuda > 0 and parallel.accelerator in ("auto", "cuda")
-            parallel.strategy = "ddp" if asked > 1 and (on_cuda or parallel.devices != "auto") else "single"
-    if world_size is not None and world_size > 1 and not parallel.has_ranks:
-        raise ValueError(
-            f"parallel={parallel.strategy}: torchrun started {world_size} ranks, but {parallel.strategy} is one process; "
-            "use parallel=ddp, or start it with python"
-        )
+        asked = _auto_devices(config, usable) if parallel.devices == "auto" else int(parallel.devices)
+        several = asked > 1 and (usable > 0 or parallel.devices != "auto")
+        parallel.strategy = "ddp" if several or world_size is not None else "single"
     if parallel.accelerator == "auto":
         mps = hardware.has_mps() and parallel.strategy == "single"
         parallel.accelerator = "cuda" if cuda else "mps" if mps else "cpu"
-
-
-def _resolve_devices(config: Config, cuda: int, world_size: int | None) -> None:
-    parallel = config.parallel
+    started, strategy = f"torchrun started {world_size} ranks", parallel.strategy
     if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
-            raise ValueError(
-                f"parallel.devices={parallel.devices}: torchrun started {world_size} ranks; leave it at auto"
-            )
+            raise ValueError(f"parallel.devices={parallel.devices}: {started}; leave it at auto")
         parallel.devices = world_size
+    elif world_size is not None and world_size > 1:
+        raise ValueError(f"parallel={strategy}: {started}, but it is one process; use parallel=ddp, or python alone")
     elif parallel.devices == "auto":
-        parallel.devices = 1 if parallel.strategy == "single" else _auto_devices(config, cuda)
+        parallel.devices = 1 if strategy == "single" else _auto_devices(config, usable)
 
 
 def _missing_devices(config: Config, cuda: int, local: int) -> Iterator[str]:
@@ -144,23 +129,17 @@ def _missing_devices(config: Config, cuda: int, local: int) -> Iterator[str]:
         ids = parallel.device_ids
         if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
             yield f"parallel.device_ids={ids}: give {local} different numbers from 0 to {cuda - 1}"
+        here = f"parallel.devices={local}: {cuda} CUDA device(s) here"
         if local > cuda and not parallel.has_ranks:
-            yield (
-                f"parallel.devices={local}: {cuda} CUDA device(s) here, and {parallel.strategy} takes one for each replica"
-            )
+            yield f"{here}, and {parallel.strategy} takes one for each replica"
         if local > cuda and parallel.backend != "gloo":
-            yield (
-                f"parallel.devices={local}: {cuda} CUDA device(s) here; two NCCL ranks cannot share one "
-                "(parallel.backend=gloo can, to try things out)"
-            )
+            yield f"{here}; two NCCL ranks cannot share one (parallel.backend=gloo can, to try things out)"
         if parallel.output_device is not None and parallel.strategy == "dp" and parallel.output_device >= cuda:
             yield f"parallel.output_device={parallel.output_device}: devices here are 0 to {cuda - 1}"
         return
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None:
-            yield (
-                f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices, but this run is on {parallel.accelerator}"
-            )
+            yield f"parallel.{key}={getattr(parallel, key)}: numbers CUDA devices; this run is on {parallel.accelerator}"
     if parallel.backend == "nccl":
         yield f"parallel.backend=nccl: needs CUDA, but this run is on {parallel.accelerator}; use gloo"
     if parallel.accelerator == "mps":
@@ -185,15 +164,12 @@ def _unfit_batch(config: ResolvedConfig) -> Iterator[str]:
         yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even"
 
 
-def _missing_compiler(config: ResolvedConfig) -> Iterator[str]:
+def _missing_compiler(config: Config) -> Iterator[str]:
     """torch.compile would say so only in the first step, over two screens."""
     if not config.model.compile:
         return
+    language, variable, names = "C", "CC", ("gcc", "clang", "cc")
     if config.parallel.accelerator == "cpu":
-        names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-        what = "a C++ compiler; install g++ (apt install g++), or name one in CXX"
-    else:
-        names = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
-        what = "a C compiler; install gcc (apt install gcc), or name one in CC"
-    if not any(name and shutil.which(name) for name in names):
-        yield f"model.compile=true: needs {what}"
+        language, variable, names = "C++", "CXX", ("g++", "clang++", "c++")
+    if not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
+        yield f"model.compile=true: needs a {language} compiler; apt install {names[0]}, or name one in {variable}"

@@ -11,31 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from src.engine.config.names import (
-    hint,
-    losses,
-    metrics,
-    objectives,
-    own_class_exists,
-    own_class_hint,
-    timm_models,
-    timm_optimizers,
-    timm_tags,
-)
+from src.engine.config import names
+from src.engine.config.names import hint
 from src.schema import Config, is_own_class, is_timm_dataset, leaves
 
 DATASETS = ("digits", "folder", "synthetic")
-TORCHVISION = (
-    "cifar10",
-    "cifar100",
-    "mnist",
-    "kmnist",
-    "fashion_mnist",
-    "qmnist",
-    "places365",
-    "inaturalist",
-    "imagenet",
-)
+OF_TORCH = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "inaturalist", "imagenet")
 AUTO_AUGMENT = (  # the strings that timm.data.auto_augment reads
     r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
     r"augmix(-(m|w|d|a|b|mstd)-?\d+(\.\d+)?)*",
@@ -55,16 +36,12 @@ def refuse(*problems: Iterator[str]) -> None:
 
 def check_values(config: Config) -> None:
     """Refuse a value that can never be right, whatever the other keys say."""
-    rules = (_bounds, _numbers_or_auto, _model, _strategy, _data, _training, _metrics, _search)
-    refuse(*(rule(config) for rule in rules))
+    refuse(*(rule(config) for rule in (_bounds, _model, _strategy, _data, _training)))
 
 
 def _bounds(config: Config) -> Iterator[str]:
     if config.optim.sched == "plateau":
-        yield (
-            "optim.sched=plateau: follows a metric instead of the step, so it cannot be resumed at one, and timm is "
-            "removing it; use cosine or wsd"
-        )
+        yield "optim.sched=plateau: follows a metric, so it cannot be resumed at a step; use cosine or wsd"
     for key, value, entry in leaves(config):
         yield from (f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata))
 
@@ -73,31 +50,20 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             yield "must be finite"
+    least, above, most = (bounds.get(name) for name in ("least", "above", "most"))
     if value is None:
         return
     if "choices" in bounds and value not in bounds["choices"]:
-        yield f"allowed: {', '.join(bounds['choices'])}"
-    if bounds.get("least") is not None and value < bounds["least"]:
-        yield f"must be at least {bounds['least']}"
-    if bounds.get("above") is not None and value <= bounds["above"]:
-        yield f"must be above {bounds['above']}"
-    if bounds.get("most") is not None and value > bounds["most"]:
-        yield f"must be at most {bounds['most']}"
-
-
-def _numbers_or_auto(config: Config) -> Iterator[str]:
-    for key, value, least in (
-        ("parallel.devices", config.parallel.devices, 1),
-        ("parallel.threads_per_device", config.parallel.threads_per_device, 1),
-        ("data.workers", config.data.workers, 0),
-        ("sweep.jobs", config.sweep.jobs, 1),
-        ("search.n_jobs", config.search.n_jobs, 1),
-        ("sweep.repeats", config.sweep.repeats, 1),
-    ):
-        if value != "auto" and (isinstance(value, str) or value < least):
-            yield f"{key}={value}: give auto or a whole number from {least}"
-    if isinstance(config.print_config, str) and config.print_config != "full":
-        yield f"print_config={config.print_config}: give true, false or full"
+        yield f"allowed: {', '.join(map(str, bounds['choices']))}"
+    elif isinstance(value, str):  # a number, or auto
+        if least is not None and value != "auto":
+            yield f"give auto or a whole number from {least}"
+    elif least is not None and value < least:
+        yield f"must be at least {least}"
+    elif above is not None and value <= above:
+        yield f"must be above {above}"
+    elif most is not None and value > most:
+        yield f"must be at most {most}"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -106,9 +72,9 @@ def _model(config: Config) -> Iterator[str]:
         yield from _own_class("model.name", name)
         return
     architecture, _, tag = name.partition(".")
-    if architecture not in timm_models():
-        yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
-    tags = sorted(known for known in timm_tags() if known.startswith(f"{architecture}.")) if tag else []
+    if architecture not in names.timm_models():
+        yield f"model.name={name}: timm has no such model{hint(architecture, names.timm_models())}"
+    tags = sorted(known for known in names.timm_tags() if known.startswith(f"{architecture}.")) if tag else []
     if tags and name not in tags:
         yield f"model.name={name}: timm has no such weights{hint(name, tags) or f'; e.g. {tags[0]}'}"
     for key in sorted(set(config.model.kwargs).intersection(FETCHING)):
@@ -116,17 +82,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _own_class(key: str, name: str) -> Iterator[str]:
-    if not own_class_exists(name):
-        yield f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/{own_class_hint(name)}"
+    if not names.own_class_exists(name):
+        yield f"{key}={name}: no such class; give src.<module>.<Class>, <module> a file under src/{names.own_class_hint(name)}"
 
 
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
-    if name not in STRATEGIES and not (name.startswith("src.parallel.") and own_class_exists(name)):
-        yield (
-            f"parallel.strategy={name}: no such strategy{hint(name, STRATEGIES)}; give {', '.join(STRATEGIES)}, "
-            "or src.parallel.<module>.<Class> of your own"
-        )
+    if name not in STRATEGIES and not (name.startswith("src.parallel.") and names.own_class_exists(name)):
+        yield f"parallel.strategy={name}: no such strategy{hint(name, STRATEGIES)}, or give src.parallel.<module>.<Class>"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -136,8 +99,8 @@ def _data(config: Config) -> Iterator[str]:
         yield from _own_class("data.name", name)
     elif kind in ("tfds", "hfids"):
         yield f"data.name={name}: a stream, whose images have no numbers to shard and resume by; use hfds/… or wds"
-    elif kind == "torch" and rest not in TORCHVISION:
-        yield f"data.name={name}: timm has no such dataset{hint(rest, TORCHVISION)}"
+    elif kind == "torch" and rest not in OF_TORCH:
+        yield f"data.name={name}: timm has no such dataset{hint(rest, OF_TORCH)}"
     elif not (is_timm_dataset(name) or name in DATASETS):
         yield f"data.name={name}: no such data{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…"
     if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
@@ -145,26 +108,17 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _training(config: Config) -> Iterator[str]:
-    opt, loss = config.optim.opt, config.train.loss
-    if opt not in timm_optimizers():
-        yield f"optim.opt={opt}: timm has no such optimizer{hint(opt, timm_optimizers())}"
+    opt, storage = config.optim.opt, config.search.storage
+    of_val = [f"val/{name}{of}" for of in ("", "_ema") for name in names.metrics()[0]]
+    for key, name, known, what in (
+        ("optim.opt", opt, names.timm_optimizers(), "optimizer of timm's"),
+        ("train.loss", config.train.loss, names.losses(), "loss"),
+        ("optimized_metric", config.optimized_metric, names.objectives(), "metric"),
+        ("checkpoint.metric", config.checkpoint.metric, of_val, "metric"),
+    ):
+        if name not in known:
+            yield f"{key}={name}: no such {what}{hint(name, known)}"
     if opt == "adahessian":
         yield "optim.opt=adahessian: needs second derivatives of the loss, which training here does not take"
-    if loss not in losses():
-        yield f"train.loss={loss}: no such loss{hint(loss, losses())}"
-
-
-def _metrics(config: Config) -> Iterator[str]:
-    of_val = [f"val/{name}{of}" for of in ("", "_ema") for name in metrics()[0]]
-    for key, metric, known in (
-        ("optimized_metric", config.optimized_metric, objectives()),
-        ("checkpoint.metric", config.checkpoint.metric, of_val),
-    ):
-        if metric not in known:
-            yield f"{key}={metric}: no such metric{hint(metric, known)}; allowed: {', '.join(known)}"
-
-
-def _search(config: Config) -> Iterator[str]:
-    storage = config.search.storage
     if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):
         yield "search.storage: give sqlite:///<file>, postgresql://… or mysql://…"
