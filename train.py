@@ -45,11 +45,11 @@ def _lead(ranks: Ranks | None) -> int:
         if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
             return _hydra_habits(arguments)
         return (_sweep if arguments.multirun else _run)(arguments, ranks)
-    except ValueError as error:
+    except ValueError:
         if ranks is not None:
             from src.engine.launch.torchrun import refuse_followers
 
-            refuse_followers(str(error), ranks)
+            refuse_followers(ranks)
         raise
 
 
@@ -90,7 +90,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     if ranks is not None:
         agree(config, command.config.parallel, ranks)
     check_scheduler(config.cluster)
-    folder = remembered_folder(ranks, config) or folder_to_resume(config)
+    folder = remembered_folder(ranks) or folder_to_resume(config)
     goes_on = folder is not None
     folder = folder or claim_folder(command.run_dir)
     with own(folder):

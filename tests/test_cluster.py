@@ -89,7 +89,8 @@ def test_paths_are_looked_at_by_the_job(main: Main) -> None:
 @pytest.mark.parametrize("value", ["a b", "$(touch pwned)", "a'b", "a;touch pwned", "-x", "a#b"])
 def test_values_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.chdir(tmp_path)
-    text = slurm.job_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path)
+    assert slurm.write_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path) == 0
+    text = (tmp_path / slurm.SCRIPT).read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"#SBATCH --{key}="))
     done = subprocess.run(["bash", "-c", f"printf -- '%s' {line.removeprefix('#SBATCH ')}"], stdout=-1, text=True)
     assert done.stdout == f"--{key}={value}"

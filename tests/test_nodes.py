@@ -10,8 +10,9 @@ import torch
 from conftest import in_ranks, resolved
 
 from src.engine.config.compose import freeze
-from src.engine.launch import node
+from src.engine.launch import node, torchrun
 from src.engine.launch.nodes import Facts, fit_to_nodes
+from src.engine.launch.rendezvous import listen_towards
 from src.engine.machine.ranks import Place, Ranks, ranks_from_environment, tasks_per_node
 from src.parallel.packing import as_bytes, pack, unpack
 
@@ -104,6 +105,30 @@ def test_a_node_without_the_devices_is_named() -> None:
     config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
     with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
         fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
+
+
+def test_loopback_leads_to_another_node_only_where_its_address_says_so() -> None:
+    """As 127.0.0.1 of two nodes that are one machine; a node's own name often leads there, and no name at all does."""
+    assert set(listen_towards("127.0.0.1").values()) == {"lo"}
+    assert listen_towards("localhost") == listen_towards("") == {}
+
+
+def test_a_restart_goes_on_in_the_folder_of_its_own_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job may have had the same --rdzv-id; and the first attempt may have failed before it had a folder."""
+    from torch.distributed import HashStore, PrefixStore
+
+    first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "101")
+    monkeypatch.setattr(torchrun, "_run_and_say", lambda *given: 0)
+    for job in ("one", "other"):
+        agent = HashStore()
+        monkeypatch.setattr(
+            torchrun, "open_store", lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent)
+        )
+        assert torchrun.remembered_folder(second) is None
+        torchrun.lead(lambda *given: None, resolved("parallel=ddp", "parallel.devices=2"), tmp_path / job, first)
+        assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
+        assert torchrun.remembered_folder(first) is None
 
 
 STATE: dict[str, Any] = {

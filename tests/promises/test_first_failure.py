@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 from conftest import resolved
 
-from src.engine.launch import node, supervisor, torchrun, watchdog
+from src.engine.launch import node, nodes, supervisor, torchrun, watchdog
 from src.engine.launch.failure import failure_record
 from src.engine.launch.heartbeat import Heartbeat, Heartbeats
 from src.engine.launch.job import conclude, prepare, record_end
@@ -52,8 +51,8 @@ def test_a_refusal_is_said_also_where_a_rank_comes_too_late_to_hear_it(monkeypat
     from torch.distributed import HashStore
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
-    monkeypatch.setattr(torchrun, "timedelta", lambda seconds: timedelta(seconds=0.05))
-    torchrun.refuse_followers("optim.lr=-1: …", Ranks(0, 2, 0, 2))  # raises nothing: the caller goes on to say it
+    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 0.05)
+    torchrun.refuse_followers(Ranks(0, 2, 0, 2))  # raises nothing: the caller goes on to say it
 
 
 def test_a_node_that_leaves_before_the_ranks_start_is_no_riddle(

@@ -181,6 +181,31 @@ def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes,
     assert (there / "logs" / "rank_1.log").exists()
 
 
+SCONTROL = f"""#!/bin/sh
+case "$2" in
+    hostnames) printf 'nodea\\nnodeb\\n' ;;
+    node) echo "NodeName=$3 NodeAddr={ADDRESSES[0]}" ;;
+esac
+"""
+
+
+def test_tasks_of_srun_meet_over_the_link(nodes: Nodes, tmp_path: Path) -> None:
+    """They have no MASTER_ADDR: where the first node is, Slurm tells. gloo on loopback would reach nobody."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[a-b]", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    step["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
+    command = [sys.executable, "train.py", *tiny(f"paths.output_dir={nodes.disk}", "parallel=ddp")]
+    places = [{"SLURM_PROCID": str(index), "SLURM_NODEID": str(index)} for index in range(2)]
+    started = [nodes.start(index, command, step | place) for index, place in enumerate(places)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
+    result = read_result(nodes.run_folder())
+    assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
+
+
 def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
     """The second node is lost while both train. Seconds until the run has ended wherever it could."""
     lost = nodes.pids(nodes.names[1])

@@ -11,20 +11,38 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from src.engine.launch.supervisor import Ended
+from src.engine.launch.supervisor import ENDED_BY_AGENT, Ended
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
 from src.schema import ResolvedConfig
 
-PLAIN = ("refused", "out_of_memory", "UnreadableImageError")  # their reason says it all: the traceback stays in the log
+PLAIN = {"refused", "out_of_memory", "UnreadableImageError"}  # their reason says it all: the traceback stays in the log
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
 LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")  # in its RuntimeErrors: a file of its code, or what it did
 NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
 
 
-def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: Path) -> dict[str, Any]:
+def record_of(rank: int | None, folder: Path, reason: str, **more: Any) -> dict[str, Any]:
+    """The record of a failure, of a rank on this host; `more`: what is not as usual."""
+    return {
+        "rank": rank,
+        "host": host_name(),
+        "attempt": 0,
+        "time": time.time(),
+        "status": "failed",
+        "reason": reason,
+        "exception": "",
+        "traceback": None,
+        "log": None if rank is None else str(log_file(folder, rank)),
+        "is_echo": False,
+        "exit_code": 2 if more.get("status") == "refused" else 1,
+        **more,
+    }
+
+
+def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The record of an exception; call it while the exception is being handled."""
     kind, text = type(error).__name__, _text(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -48,19 +66,8 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, log: 
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
         is_echo = True
         reason = f"{who} lost its connection to another rank, which has left: {kind}: {text}"
-    return {
-        "rank": ranks.rank,
-        "host": host_name(),
-        "attempt": ranks.restart_count,
-        "time": time.time(),
-        "status": status,
-        "reason": reason,
-        "exception": kind,
-        "traceback": traceback.format_exc(),
-        "log": str(log),
-        "is_echo": is_echo,
-        "exit_code": 2 if status == "refused" else 1,
-    }
+    more = {"attempt": ranks.restart_count, "status": status, "exception": kind, "is_echo": is_echo}
+    return record_of(ranks.rank, folder, reason, traceback=traceback.format_exc(), **more)
 
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
@@ -82,38 +89,37 @@ def first_failure(folder: Path, ended: Ended) -> dict[str, Any]:
     no record, and its peers record a lost connection); one that left without a record, even with exit code 0; the
     earliest lost connection. Only the latest attempt counts, after restarts.
     """
-    records = [json.loads(path.read_text()) for path in failure_files(folder)]
+    records = _records(folder)
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     # By arrival at the store where it was told: the clocks of two hosts differ.
     records.sort(key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"]))
     if records and not records[0]["is_echo"]:
-        return dict(records[0])
-    codes = {**dict.fromkeys(range(ended.world_size), 0), **ended.exit_codes}
-    for record in records:
-        codes.pop(record["rank"], None)
+        return records[0]
+    codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
+    told = {record["rank"] for record in records}
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):  # killed ones, with negative codes, first
-        if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the agent ended it because another had failed
-            continue
-        return failure_of_exit_code(folder, rank, code, ended.oom_kills)
-    return dict(records[0]) if records else {"rank": None, "reason": "the ranks ended without leaving a result"}
+        if rank not in told and code not in ENDED_BY_AGENT:
+            return failure_of_exit_code(folder, rank, code, ended.oom_kills)
+    return records[0] if records else record_of(None, folder, "the ranks ended without leaving a result")
 
 
 def cause_is_known(folder: Path) -> bool:
     """True if a rank has recorded more than that it lost its connection to the others."""
-    return any(not json.loads(path.read_text())["is_echo"] for path in failure_files(folder))
+    return any(not record["is_echo"] for record in _records(folder))
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in failure_files(folder)]
 
 
 def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int = 0) -> dict[str, Any]:
     """The failure of a rank that has left no record: what its exit code tells."""
-    status, how = (
-        "failed",
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}",
-    )
     if code == -KILL and oom_kills:
-        status = "out_of_memory"
         how = "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
-    return {"rank": rank, "status": status, "reason": f"rank {rank} {how}", "log": str(log_file(folder, rank))}
+        return record_of(rank, folder, f"rank {rank} {how}", status="out_of_memory")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
+    return record_of(rank, folder, f"rank {rank} {how}")
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -123,9 +129,9 @@ def log_file(folder: Path, rank: int) -> Path:
 def failure_text(failure: dict[str, Any]) -> str:
     """What people are told: who failed first, why, where the log is."""
     lines = [f"Failed: {failure['reason']}"]
-    if failure.get("traceback") and failure.get("status") not in PLAIN and failure["exception"] not in PLAIN:
+    if failure["traceback"] and PLAIN.isdisjoint((failure["status"], failure["exception"])):
         lines.insert(0, failure["traceback"].rstrip())
-    if failure.get("log"):
+    if failure["log"]:
         lines.append(f"Log: {failure['log']}")
     return "\n".join(lines)
 

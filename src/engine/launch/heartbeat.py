@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.engine.launch.failure import cause_is_known, failure_file, log_file, write_failure
+from src.engine.launch.failure import cause_is_known, failure_file, record_of, write_failure
 from src.engine.machine.pulse import PHASES, pulse
 from src.engine.machine.ranks import Ranks, host_name, machine_id
 
@@ -147,8 +147,13 @@ class Heartbeats:
             if time.monotonic() - moved_at > CAUSE / 2:
                 where = f"node {last.node} ({last.host})"
                 reason = f"{where}: rank {last.rank} left without a word; it was killed, or its node died"
-                write_failure(self.folder, lost_record(last, self.ranks, reason, self.folder))
+                write_failure(self.folder, self.record_of(last, reason, "NodeLost"))
                 return
+
+    def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
+        """The record of a rank that cannot write one."""
+        attempt = self.ranks.restart_count
+        return record_of(other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception)
 
     def forgive(self, seconds: float) -> None:
         """Count the seconds for which this process was stopped, and heard nobody, against nobody."""
@@ -178,9 +183,9 @@ class Heartbeats:
             for node in set(range(ranks.nodes)) - {ranks.node}:
                 self._look_at(node, store)
         if store.check(["failed"]):
+            self.failed = True  # also where the disk is full
             if ranks.is_first_of_node:
                 fetch_failures(store, self.folder, ranks)
-            self.failed = True
 
     def _look_at(self, node: int, store: Store) -> None:
         if not store.check([f"node/{node}"]):
@@ -188,23 +193,6 @@ class Heartbeats:
         heartbeat = Heartbeat(**json.loads(store.get(f"node/{node}")))
         if node not in self._nodes or heartbeat.ticks != self._nodes[node][0].ticks:
             self._nodes[node] = heartbeat, time.monotonic()
-
-
-def lost_record(heartbeat: Heartbeat, ranks: Ranks, reason: str, folder: Path) -> dict[str, Any]:
-    """The record of a rank that cannot write one."""
-    return {
-        "rank": heartbeat.rank,
-        "host": heartbeat.host,
-        "attempt": ranks.restart_count,
-        "time": time.time(),
-        "status": "failed",
-        "reason": reason,
-        "exception": "NodeLost",
-        "traceback": None,
-        "log": str(log_file(folder, heartbeat.rank)),
-        "is_echo": False,
-        "exit_code": 1,
-    }
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from src.engine.config.compose import freeze, read_frozen
-from src.engine.launch.failure import failure_text, first_failure
+from src.engine.launch.failure import failure_files, failure_text, first_failure
 from src.engine.launch.kubernetes import write_manifest
 from src.engine.launch.slurm import write_script
 from src.engine.launch.supervisor import Ended, run_ranks
@@ -39,7 +39,7 @@ def run_job(config: ResolvedConfig, folder: Path) -> int:
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
     """Put into the run folder what ranks read, and remove what an earlier attempt said of its end."""
-    for stale in [folder / "result.json", *(folder / "logs").glob("failure_rank_*.json")]:
+    for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     freeze(config, folder)
     write_environment(config, folder)
@@ -58,9 +58,9 @@ def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO
         print(f"Stopped by {name}. {again}", file=console, flush=True)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
-    record_end(config, folder, failure.get("status", "failed"), failure["reason"], failure)
+    record_end(config, folder, failure["status"], failure["reason"], failure)
     print(failure_text(failure), file=console, flush=True)
-    return int(failure.get("exit_code", 1))
+    return int(failure["exit_code"])
 
 
 def record_end(

@@ -6,11 +6,13 @@ name that the others find. A run that has lost a pod ends; the Job starts all of
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from src.engine.launch.slurm import quoted
 from src.engine.machine.files import write_text
@@ -27,9 +29,7 @@ USER = 1000
 
 def write_manifest(config: Config, folder: Path) -> int:
     """Write `job.yaml` beside config.yaml and say how to apply it. Returns the exit code."""
-    import yaml
-
-    documents = manifest(config, folder, (folder / "config.yaml").read_text(encoding="utf-8"))
+    documents = _manifest(config, folder)
     body = "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
     name = documents[-1]["metadata"]["name"]
     path = quoted(folder / MANIFEST)
@@ -40,9 +40,10 @@ def write_manifest(config: Config, folder: Path) -> int:
     return 0
 
 
-def manifest(config: Config, folder: Path, frozen: str) -> list[dict[str, Any]]:
-    """ConfigMap, Service and Job, in the order in which they are needed; `frozen` is the text of config.yaml."""
+def _manifest(config: Config, folder: Path) -> list[dict[str, Any]]:
+    """ConfigMap, Service and Job, in the order in which they are needed."""
     cluster, name = config.cluster, _name(config, folder)
+    frozen = (folder / "config.yaml").read_text(encoding="utf-8")
     about: dict[str, Any] = {"name": name, "labels": {"app": name}}
     if cluster.namespace is not None:
         about["namespace"] = cluster.namespace
@@ -103,16 +104,15 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
     }
 
 
-def place_of_pod(environment: Mapping[str, str]) -> Place:
-    """The node that this pod is, by the environment that our manifest sets."""
-    missing = [name for name in ("JOB_COMPLETION_INDEX", "CLUSTER_NODES", "CLUSTER_ADDRESS") if name not in environment]
-    if missing:
-        raise ValueError(f"{missing[0]}: not set; start this in a pod of {MANIFEST}")
-    node, nodes = int(environment["JOB_COMPLETION_INDEX"]), int(environment["CLUSTER_NODES"])
-    if nodes == 1:
-        return Place()
-    own = socket.gethostbyname(socket.gethostname())  # the pod's entry in its /etc/hosts
-    return Place(node, nodes, environment["CLUSTER_ADDRESS"] if node > 0 else own, PORT)
+def place_of_pod(index: int) -> Place:
+    """The node that the pod of this completion index is, by the environment that our manifest sets."""
+    for name in ("CLUSTER_NODES", "CLUSTER_ADDRESS"):
+        if name not in os.environ:
+            raise ValueError(f"{name}: not set; start this in a pod of {MANIFEST}")
+    nodes, address = int(os.environ["CLUSTER_NODES"]), os.environ["CLUSTER_ADDRESS"]
+    if index == 0:
+        address = socket.gethostbyname(socket.gethostname())  # the pod's entry in its /etc/hosts
+    return Place(index, nodes, address, PORT) if nodes > 1 else Place()
 
 
 def _name(config: Config, folder: Path) -> str:

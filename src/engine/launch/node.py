@@ -7,11 +7,8 @@ The others need no shared disk; their logs stay in a folder of the same name.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +17,11 @@ from src.engine.launch.failure import LOST_CONNECTION, cause_is_known, failure_f
 from src.engine.launch.heartbeat import fetch_failures, publish_failure
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.kubernetes import place_of_pod
-from src.engine.launch.nodes import all_facts, check_nodes, own_facts, tell_facts
+from src.engine.launch.nodes import all_facts, check_nodes, refuse_others, share_config, take_config, tell_facts
 from src.engine.launch.rendezvous import Rendezvous
 from src.engine.launch.slurm import NODE_LOST, place_of_step
-from src.engine.launch.supervisor import Ended, run_ranks
-from src.engine.launch.torchrun import keep_config, where_logs_are
+from src.engine.launch.supervisor import ENDED_BY_AGENT, Ended, run_ranks
+from src.engine.launch.torchrun import where_logs_are
 from src.engine.machine.lock import own
 from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Place, Ranks, host_name
@@ -33,7 +30,6 @@ from src.schema import Config, ResolvedConfig
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-CONFIG = "config"  # its key in the store; empty: node 0 has refused it
 ANSWER_SECONDS = 6.0  # seconds for the other nodes to say how they have ended
 
 
@@ -42,7 +38,7 @@ def main(folder: Path, origin: Path) -> int:
     try:
         place = find_place()
         if place.node > 0:
-            return follow(folder, origin, place)
+            return follow(origin, place)
         if not (origin / "config.yaml").exists():
             raise ValueError(
                 f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is this folder on its disks?"
@@ -61,7 +57,7 @@ def main(folder: Path, origin: Path) -> int:
 def find_place() -> Place:
     """This node among those of the job, by what the scheduler put into the environment."""
     if "JOB_COMPLETION_INDEX" in os.environ:
-        return place_of_pod(os.environ)
+        return place_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
         raise ValueError(
             "SLURM_STEP_NODELIST: not set; this command is for the file of a job, under srun or Kubernetes"
@@ -82,9 +78,9 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:
-                _refuse_others(rendezvous.store, place.nodes)
+                refuse_others(rendezvous.store, place.nodes)
             raise
-        rendezvous.store.set(CONFIG, (folder / "config.yaml").read_text(encoding="utf-8"))
+        share_config(rendezvous.store, folder)
     ended = run_ranks(config, folder, rendezvous)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
         _wait_for_cause(_of_ranks(rendezvous.store), folder, _first_rank(config, place))
@@ -93,18 +89,14 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
     return NODE_LOST if lost and _checkpoints(folder) != before else code
 
 
-def follow(folder: Path, origin: Path, place: Place) -> int:
+def follow(origin: Path, place: Place) -> int:
     """Another node: run what node 0 says, and tell it of ranks that could not speak for themselves."""
     seen = (origin / "config.yaml").exists()  # not where disks are not shared
-    seconds = (read_frozen(origin) if seen else Config()).parallel.start_timeout
-    rendezvous = _meet(place, seconds)
-    rendezvous.store.wait([CONFIG], timedelta(seconds=seconds))
-    text = rendezvous.store.get(CONFIG).decode()
-    if not text:
-        rendezvous.store.set(f"left/{place.node}", "")
-        return 2  # node 0 has said why
-    keep_config(folder, text)
-    config = read_frozen(folder)
+    rendezvous = _meet(place, (read_frozen(origin) if seen else Config()).parallel.start_timeout)
+    taken = take_config(rendezvous.store, place.node)
+    if taken is None:
+        return 2
+    config, folder = taken
     ranks = _first_rank(config, place)
     for rank in range(ranks.rank, ranks.rank + ranks.local_world_size):
         failure_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt, on this node's own disk
@@ -121,15 +113,8 @@ def _meet(place: Place, seconds: float) -> Rendezvous:
     with imports_without_collector():
         import torch.distributed  # noqa: F401  # which a rendezvous needs
     rendezvous = Rendezvous(place, seconds)
-    tell_facts(rendezvous.store, place.node, own_facts(place.node))
+    tell_facts(rendezvous.store, place.node, place.node)
     return rendezvous
-
-
-def _refuse_others(store: Store, nodes: int) -> None:
-    """Node 0 has said why; the others only leave. The store must outlive their question."""
-    store.set(CONFIG, "")
-    with suppress(RuntimeError):
-        store.wait([f"left/{node}" for node in range(1, nodes)], timedelta(seconds=ANSWER_SECONDS))
 
 
 def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
@@ -148,9 +133,8 @@ def _of_ranks(store: Store) -> Store:
 def _tell_of_exit_codes(store: Store, folder: Path, ended: Ended) -> None:
     """Tell node 0 of ranks that were killed, and of those that left without a record."""
     for rank, code in ended.exit_codes.items():
-        if not failure_file(folder, rank).exists() and code not in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            record = {"attempt": 0, "time": time.time(), "is_echo": False, "exception": "", "exit_code": 1}
-            record |= failure_of_exit_code(folder, rank, code, ended.oom_kills) | {"host": host_name()}
+        if not failure_file(folder, rank).exists() and code not in ENDED_BY_AGENT:
+            record = failure_of_exit_code(folder, rank, code, ended.oom_kills)
             publish_failure(store, {**record, "reason": f"{record['reason']} on {host_name()}"})
 
 

@@ -78,7 +78,7 @@ def _record(
     """Write down why this rank has failed, and tell the others. Returns its exit code."""
     ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
     log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-    record = failure_record(error, config, ranks, log_file(folder, ranks.rank))
+    record = failure_record(error, config, ranks, folder)
     if store is not None:
         publish_failure(store, record)
     write_failure(folder, record)
@@ -122,10 +122,8 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
         console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
-        file = os.open(own_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
     handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong

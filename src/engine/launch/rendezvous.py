@@ -6,11 +6,9 @@ by which the scheduler knows node 0.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
-import uuid
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
@@ -23,8 +21,8 @@ from src.engine.machine.process import imports_without_collector
 from src.engine.machine.ranks import Place, Ranks, host_name
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+    from torch.distributed import PrefixStore, Store, TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "rendezvous"  # its name among torch's c10d, static, etcd
@@ -32,16 +30,17 @@ COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes
 POLL_SECONDS = 1.0
 
 
+@cache
 def register_backend() -> str:
     """Make `Rendezvous` known to torch's agent; returns its name."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, _create)  # type: ignore[arg-type]  # duck-typed: see Rendezvous
+    rendezvous_handler_registry.register(BACKEND, lambda parameters: parameters.config["rendezvous"])
     return BACKEND
 
 
 class Rendezvous:
-    """A torch.distributed.elastic RendezvousHandler of nodes whose order is fixed. No subclass, to import no torch.
+    """What torch's agent asks of a RendezvousHandler, for nodes whose order is fixed. No subclass, to import no torch.
 
     torch's own lets whoever comes first be node 0, and a node that comes again; here rank 0 stays where the records are,
     and a run that has lost a node ends, to be started again.
@@ -51,9 +50,9 @@ class Rendezvous:
 
     def __init__(self, place: Place, timeout: float) -> None:
         """Host the store (node 0), or find it. `timeout`: seconds for all nodes to come."""
-        self.place, self._run_id = place, uuid.uuid4().hex
-        self.store, self._port = _host_store(place) if place.node == 0 else (_join(place, timeout), place.port)
-        if place.node == 0 and place.nodes > 1:
+        self.place = place
+        self.store = _host_store(place) if place.node == 0 else _join(place, timeout)
+        if place.node == 0:
             _wait_for_nodes(self.store, place, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -62,20 +61,13 @@ class Rendezvous:
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
         agent = PrefixStore("agent", self.store)
-        at = RendezvousStoreInfo(self.place.address, self._port)
+        at = RendezvousStoreInfo(self.place.address, self.store.port)
         return RendezvousInfo(agent, self.place.node, self.place.nodes, at)
 
     def get_backend(self) -> str:
         return BACKEND
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
+    get_run_id = get_backend  # the store knows this run alone
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -84,14 +76,8 @@ class Rendezvous:
         return True
 
 
-def _create(parameters: RendezvousParameters) -> Rendezvous:
-    rendezvous = parameters.config["rendezvous"]
-    assert isinstance(rendezvous, Rendezvous)
-    return rendezvous
-
-
-def _host_store(place: Place) -> tuple[Store, int]:
-    """(the store, its port), listening on this node's address alone."""
+def _host_store(place: Place) -> TCPStore:
+    """It listens on this node's address alone."""
     from torch.distributed import TCPStore
 
     try:
@@ -100,19 +86,17 @@ def _host_store(place: Place) -> tuple[Store, int]:
         raise ValueError(
             f"{place.address}:{place.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
         ) from None
-    port = listener.getsockname()[1]
-    store = TCPStore(
+    return TCPStore(
         place.address,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
         use_libuv=not WINDOWS,
     )
-    return store, port
 
 
-def _join(place: Place, timeout: float) -> Store:
+def _join(place: Place, timeout: float) -> TCPStore:
     """Node 0's store. One that this node has joined before is of a run that has lost it and is ending: not that one."""
     from torch.distributed import TCPStore
 
@@ -128,7 +112,6 @@ def _join(place: Place, timeout: float) -> Store:
                 use_libuv=not WINDOWS,
             )
             if store.add(f"joined/{place.node}", 1) == 1:
-                store.set(f"host/{place.node}", host_name())
                 return store
         except (OSError, RuntimeError):  # not yet there, or just leaving
             pass
@@ -140,9 +123,8 @@ def _join(place: Place, timeout: float) -> Store:
 
 
 def _wait_for_nodes(store: Store, place: Place, timeout: float) -> None:
-    names = [f"host/{node}" for node in range(1, place.nodes)]
     until = time.monotonic() + timeout
-    while missing := [name.removeprefix("host/") for name in names if not store.check([name])]:
+    while missing := [str(node) for node in range(1, place.nodes) if not store.check([f"joined/{node}"])]:
         if time.monotonic() > until:
             raise ValueError(
                 f"node {', '.join(missing)} of {place.nodes}: not there within parallel.start_timeout={timeout:g} s; "
@@ -152,30 +134,34 @@ def _wait_for_nodes(store: Store, place: Place, timeout: float) -> None:
 
 
 @cache
-def open_store(ranks: Ranks) -> Store:
+def open_store(ranks: Ranks) -> PrefixStore:
     """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none.
 
     The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
+    Ranks of several nodes are made to listen towards it.
     """
     with imports_without_collector():
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
     store: Store | None
-    if "MASTER_ADDR" in os.environ:
+    if (address := os.environ.get("MASTER_ADDR")) is not None:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
         assert store is not None
     else:
-        place, seconds = place_of_step(ranks.node, ranks.nodes), COMPOSE_TIMEOUT.total_seconds()
-        each = Place(ranks.rank, ranks.world_size, place.address, place.port)  # a rank here is what a node is elsewhere
-        store = _host_store(each)[0] if ranks.is_first else _join(each, seconds)
+        place = place_of_step(ranks.node, ranks.nodes)
+        address = place.address
+        each = Place(ranks.rank, ranks.world_size, address, place.port)  # a rank here is what a node is elsewhere
+        store = _host_store(each) if ranks.is_first else _join(each, COMPOSE_TIMEOUT.total_seconds())
+    if ranks.nodes > 1:
+        os.environ.update(listen_towards(address))
     return PrefixStore(f"attempt_{ranks.restart_count}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:
     """The environment in which gloo and NCCL listen on the interface that leads to `address`, unless it says otherwise.
 
-    gloo's own choice is the address of the host's name, which is often loopback.
+    gloo's own choice is the address of the host's name, which is often loopback; so this host's name says nothing here.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the route
@@ -185,7 +171,7 @@ def listen_towards(address: str) -> dict[str, str]:
         return {}
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == own for entry in addresses):
-            if ipaddress.ip_address(own) == ipaddress.ip_address(LOOPBACK) and name not in ("lo", "lo0"):
+            if own == LOOPBACK and (name not in ("lo", "lo0") or not address.startswith("127.")):
                 return {}
             variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             return {variable: os.environ.get(variable, name) for variable in variables}

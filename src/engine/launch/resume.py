@@ -23,7 +23,7 @@ from src.schema import Config, ResolvedConfig, TrainConfig, leaves
 # What makes it the same training; strategy, devices and length may change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 # Of `resume=auto`, which nobody has pointed at a folder, everything must be as it was but these.
-SAY_NOTHING_OF_THE_RUN = ("resume", "print_config", "cluster.", "sweep.", "search.")
+OF_A_COMMAND = ("resume", "print_config", "cluster.", "sweep.", "search.")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
 
 
@@ -74,10 +74,13 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
         try:
             if read_status(folder) == "done" or is_owned(folder) or queued_job(folder):
                 continue
-            other = _first_difference(config, folder)
-            if other is None:
+            others = [
+                change for change in _changes(config, read_frozen(folder)) if not change[0].startswith(OF_A_COMMAND)
+            ]
+            if not others:
                 return folder
-            nearest = nearest or f" with these settings (the newest, {folder}, has {other})"
+            key, was, _ = others[0]
+            nearest = nearest or hide(f" with these settings (the newest, {folder}, has {key}={was})")
         except ValueError as error:
             print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
     print(f"resume=auto: no unfinished run of {config.task_name}{nearest}; starting a new one", file=sys.stderr)
@@ -92,18 +95,17 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
         raise ValueError(
             f"resume={folder}: it belongs to job {job}, which is in the queue; wait for it, or scancel {job}"
         )
-    changed = _differences(config, folder)
-    if changed and config.resume_strict:
-        raise ValueError(
-            f"{changed[0]}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
-        )
     frozen = read_frozen(folder)
+    changes = _changes(config, frozen)
+    if config.resume_strict and (another := _another_training(config, frozen, changes)) is not None:
+        raise ValueError(
+            f"{another}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
+        )
     if read_status(folder) == "done" and not _is_longer(config.train, frozen.train):
         raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
-    before = dict(_settings(frozen))
-    for key, value in _settings(config):
-        if before.get(key) != value and not key.startswith(("resume", "print_config")):
-            print(hide(f"resume: {key}: {before.get(key)} -> {value}"), file=sys.stderr)
+    for key, was, value in changes:
+        if not key.startswith(("resume", "print_config")):
+            print(hide(f"resume: {key}: {was} -> {value}"), file=sys.stderr)
 
 
 def _asked(overrides: list[str]) -> Path | None:
@@ -113,33 +115,25 @@ def _asked(overrides: list[str]) -> Path | None:
     return None
 
 
-def _differences(config: ResolvedConfig, folder: Path) -> list[str]:
-    frozen = read_frozen(folder)
-    before, batch = dict(_settings(frozen)), frozen.global_batch
-    changed = [
-        f"{key}={value} (was {before.get(key)})"
-        for key, value in _settings(config)
-        if before.get(key) != value and key.startswith(MUST_STAY) and key not in MAY_CHANGE
-    ]
-    if not changed and config.global_batch != batch:  # data.batch_size_per_device on another number of devices
-        per_device, devices = config.data.batch_size_per_device, config.parallel.devices
-        changed = [
-            f"parallel.devices={devices}: with data.batch_size_per_device={per_device} the global batch "
-            f"{config.global_batch} (was {batch})"
-        ]
-    return changed
+def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value now) of each that differs."""
+    pairs = zip(leaves(before), leaves(config), strict=True)
+    return [(key, was, value) for (key, was, _), (_, value, _) in pairs if was != value]
 
 
-def _first_difference(config: Config, folder: Path) -> str | None:
-    now = dict(_settings(config))
-    for key, value in _settings(read_frozen(folder)):
-        if now.get(key) != value and not key.startswith(SAY_NOTHING_OF_THE_RUN):
-            return hide(f"{key}={value}")
-    return None
-
-
-def _settings(config: Config) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value, _ in leaves(config)]
+def _another_training(
+    config: ResolvedConfig, before: ResolvedConfig, changes: list[tuple[str, Any, Any]]
+) -> str | None:
+    """The first change that makes it another training."""
+    for key, was, value in changes:
+        if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
+            return f"{key}={value} (was {was})"
+    if config.global_batch == before.global_batch:
+        return None
+    return (  # data.batch_size_per_device on another number of devices
+        f"parallel.devices={config.parallel.devices}: with data.batch_size_per_device="
+        f"{config.data.batch_size_per_device} the global batch {config.global_batch} (was {before.global_batch})"
+    )
 
 
 def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:

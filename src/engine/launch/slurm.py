@@ -28,24 +28,17 @@ NODE_LOST = 75  # exit code of a run that has lost a node: EX_TEMPFAIL of sysexi
 ALL_LEAVE = 120  # seconds for all nodes to end after the first has: longer than a save
 PATIENCE_SECONDS = 60.0  # with a controller that does not answer
 # The states that a job does not leave.
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "DEADLINE",
-    "PREEMPTED",
-    "BOOT_FAIL",
-)
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
 FIRST_PORT, PORTS = 20000, 12000  # below those that Linux gives to outgoing connections (32768 and above)
 
 
 def write_script(config: Config, folder: Path) -> int:
     """Write `job.sbatch` beside config.yaml. Returns the exit code."""
     (folder / "logs").mkdir(exist_ok=True)  # Slurm opens the job's log before the job begins
-    write_text(folder / SCRIPT, job_script(config, folder))
+    full = folder.resolve()
+    text = script_of(config, f"{full}/config.yaml", full / "logs" / "slurm.log", shlex.quote(str(full)))
+    write_text(folder / SCRIPT, text)
     if not config.cluster.submit:
         print(f"Submit with: sbatch {shlex.quote(str(folder / SCRIPT))}")
     return 0
@@ -73,12 +66,10 @@ def submit(config: Config, folder: Path) -> int:
 def sbatch(script: Path) -> str:
     """Submit a script; returns the job's id."""
     # What Slurm set for the job that we may be in would be read as options of the new one.
-    outside = {
-        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"
-    }
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False, env=outside
-    )
+    own = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    outside = {name: value for name, value in os.environ.items() if name not in own}
+    command = ["sbatch", "--parsable", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outside)
     if done.returncode != 0:
         raise ValueError(f"cluster=slurm: sbatch refuses the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
@@ -105,10 +96,8 @@ def queued_job(folder: Path) -> str | None:
 
 def jobs_in_queue() -> dict[str, str]:
     """This user's jobs that wait or run: the path of the script of each -> its id. ValueError: Slurm does not answer."""
-    pairs = (
-        line.strip().partition(" ") for line in _output("squeue", "--me", "--noheader", "--format=%i %o").splitlines()
-    )
-    return {script: job for job, _, script in pairs}
+    lines = _output("squeue", "--me", "--noheader", "--format=%i %o").splitlines()
+    return {script: job for job, _, script in (line.strip().partition(" ") for line in lines)}
 
 
 def cancel(job: str) -> None:
@@ -122,12 +111,6 @@ def state_of(job: str) -> str:
         return _facts("job", job)[0]["JobState"]
     except ValueError:
         return ""
-
-
-def job_script(config: Config, folder: Path) -> str:
-    """The whole of job.sbatch."""
-    folder = folder.resolve()
-    return script_of(config, f"{folder}/config.yaml", folder / "logs" / "slurm.log", shlex.quote(str(folder)))
 
 
 def script_of(

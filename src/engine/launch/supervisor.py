@@ -28,6 +28,7 @@ from src.engine.machine.ranks import Place
 from src.schema import ResolvedConfig, ResolvedParallel
 
 GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed; torch's agent gives as many
+ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of ranks that it ends because another has failed
 
 
 @dataclass
@@ -61,16 +62,15 @@ def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | Non
 
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
-    """What ranks need before they import torch: thread pools read these once."""
+    """That of ranks; thread pools read theirs once, when torch is imported."""
     threads = str(parallel.threads_per_device)
-    variables = {
+    return with_project_on_path(os.environ) | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "PYTHONPATH": with_project_on_path(os.environ)["PYTHONPATH"],
         "RUN_STARTED_AT": str(process_started_at(os.getpid())),
         LAUNCHER: str(os.getpid()),
+        **({"USE_LIBUV": "0"} if WINDOWS else {}),  # torch's store there is built without it
     }
-    return variables | ({"USE_LIBUV": "0"} if WINDOWS else {})  # torch's store there is built without it
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +82,7 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
 def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
     """`command` as one process, in our process group, so that a debugger in it has the terminal."""
     ended = Ended(world_size=1)
-    child = subprocess.Popen(command, env={**os.environ, **_environment(parallel)})
+    child = subprocess.Popen(command, env=_environment(parallel))
     at_last = threading.Timer(GRACE_SECONDS, child.kill)  # a wait that has begun cannot be given a limit any more
 
     def forward(number: int, frame: FrameType | None) -> None:

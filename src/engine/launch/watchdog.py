@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.launch.failure import write_failure
-from src.engine.launch.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, lost_record, publish_failure
+from src.engine.launch.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, publish_failure
 from src.engine.machine.platform import KILL
 from src.engine.machine.pulse import pulse
 from src.engine.machine.ranks import Ranks
@@ -150,9 +150,10 @@ class Watchdog:
         faulthandler.dump_traceback(file=self.log, all_threads=True)
 
     def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
-        record = {**lost_record(failed, self.ranks, reason, self.folder), "exception": exception}
+        record = self.heartbeats.record_of(failed, reason, exception)
         if failed.rank == self.ranks.rank:
-            record["traceback"] = _main_stack()
+            stack = traceback.format_stack(_main_frame())
+            record["traceback"] = "".join(["Stack of the main thread (most recent call last):\n", *stack])
         reachable = failed.node != 0 or self.ranks.node == 0  # node 0 has the store
         if self.store is not None and self.ranks.nodes > 1 and reachable:
             publish_failure(self.store, record)
@@ -178,19 +179,10 @@ def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[
     return failed, failed.rank, reason
 
 
-def _main_stack() -> str:
-    frame = _main_frame()
-    return "".join(["Stack of the main thread (most recent call last):\n", *traceback.format_stack(frame)])
-
-
 def _at_a_debugger() -> bool:
     """True if the main thread is in a debugger: a person may think for longer than any limit."""
-    frame = _main_frame()
-    while frame is not None:
-        if any(debugger in frame.f_code.co_filename for debugger in DEBUGGERS):
-            return True
-        frame = frame.f_back
-    return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(_main_frame())]
+    return any(debugger in file for file in files for debugger in DEBUGGERS)
 
 
 def _main_frame() -> FrameType | None:
