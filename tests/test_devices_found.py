@@ -21,7 +21,7 @@ import train
 from src.engine.config.compose import compose_command, device_counts
 from src.engine.config.resolve import remarks, resolve
 from src.engine.machine import hardware, nvidia
-from src.engine.machine.nvidia import CudaDevice, Driver, Utilisation
+from src.engine.machine.nvidia import CudaDevice, Driver, Gpu
 from src.schema import Config
 
 
@@ -308,6 +308,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return SimpleNamespace(gpu={"GPU-b": 80, "GPU-a": 20}[handle])
 
+    def refuse(*given: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in ("nvmlDeviceGetTemperature", "nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+        monkeypatch.setattr(pynvml, name, refuse)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", utilisation)
@@ -317,11 +322,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.usefixtures("nvml")
 def test_utilisation_is_of_the_device_that_torch_means_and_null_where_it_has_none() -> None:
-    watched = Utilisation(["GPU-b", "MIG-1", "GPU-a", None])
-    assert watched.means() == [None] * 4
-    for _ in range(2):
-        watched.sample()
-    assert watched.means() == [0.8, None, 0.2, None]
+    watched = [Gpu(uuid) for uuid in ("GPU-b", "MIG-1", "GPU-a", None)]
+    assert [gpu.utilisation() for gpu in watched] == [None] * 4
+    for gpu in watched * 2:
+        gpu.sample()
+    assert [gpu.utilisation() for gpu in watched] == [0.8, None, 0.2, None]
 
 
 def test_one_failing_query_leaves_the_others_and_the_run_alone(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +335,10 @@ def test_one_failing_query_leaves_the_others_and_the_run_alone(nvml: Any, monkey
 
     monkeypatch.setattr(nvml, "nvmlSystemGetDriverVersion", refuse)
     assert nvidia.driver_version() is None
-    watched = Utilisation(["GPU-a"])
-    watched.sample()
-    assert watched.means() == [0.2]
+    gpu = Gpu("GPU-a")
+    gpu.sample()
+    assert gpu.utilisation() == 0.2
     monkeypatch.setattr(nvml, "nvmlInit", refuse)  # as where the library is missing
-    watched = Utilisation(["GPU-a"])
-    watched.sample()
-    assert watched.means() == [None]
+    gpu = Gpu("GPU-a")
+    gpu.sample()
+    assert gpu.utilisation() is None

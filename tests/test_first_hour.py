@@ -85,6 +85,11 @@ def test_the_config_is_shown_where_it_differs(capsys: pytest.CaptureFixture[str]
     assert len(short.splitlines()) < 30 < len(long.splitlines())
 
 
+def test_what_a_terminal_takes_for_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
+    assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("loss", "said"), [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")]
 )

@@ -12,7 +12,7 @@ import torch
 from conftest import Train, in_ranks, read_lines, resolved
 from torch import nn
 
-from src.engine.machine.nvidia import GpuStates
+from src.engine.machine.nvidia import Gpu
 from src.engine.machine.ranks import Ranks
 from src.engine.record.guard import flags, guard
 from src.engine.record.result import read_result
@@ -260,10 +260,10 @@ class Nvml:
 @pytest.mark.parametrize(
     ("answers", "found"),
     [
-        ({}, []),
+        ({}, None),
         (
             {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": 1},
-            [{"celsius": None, "sm_mhz": None, "sm_mhz_max": None, "slowed_by": []}],
+            {"celsius": None, "sm_mhz": None, "sm_mhz_max": None, "slowed_by": []},
         ),
         (
             {
@@ -274,18 +274,18 @@ class Nvml:
                 "nvmlDeviceGetMaxClockInfo": 1980,
                 "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
             },
-            [{"celsius": 75, "sm_mhz": 1500, "sm_mhz_max": 1980, "slowed_by": ["heat (by the hardware)"]}],
+            {"celsius": 75, "sm_mhz": 1500, "sm_mhz_max": 1980, "slowed_by": ["heat (by the hardware)"]},
         ),
     ],
 )
 def test_temperature_and_clocks_are_known_where_nvml_has_them(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], found: list[dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], found: dict[str, Any] | None
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
-    states = GpuStates(["GPU-1"])
+    gpu = Gpu("GPU-1")
     for _ in range(3):
-        states.sample()
-    assert states.found() == found
+        gpu.sample()
+    assert gpu.state() == found
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from src.engine.machine import usage
 from src.engine.record import meter as module
-from src.engine.record.meter import Meter, warm_up_steps, weighted_quantile
+from src.engine.record.meter import Meter, warm_up_steps
 
 
 class Time:
@@ -154,12 +153,15 @@ def test_on_a_gpu_waiting_for_data_counts_while_the_device_has_nothing_to_do(
     assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
 
 
-def test_weighted_quantiles_are_those_of_the_steps_written_out() -> None:
-    values, weights = [3.0, 1.0, 2.0], array("I", [1, 5, 4])
-    written = sorted(value for value, weight in zip(values, weights, strict=True) for _ in range(weight))
-    assert weighted_quantile(values, weights, 0.5) == written[4]
-    assert weighted_quantile(values, weights, 0.95) == 3.0
-    assert weighted_quantile([], array("I"), 0.5) is None
+def test_quantiles_are_those_of_the_steps_written_out(clock: Time) -> None:
+    """Intervals of 1, 5 and 4 steps: the median is of the fifth step, and 95 % of ten steps are all ten."""
+    meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
+    for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):
+        train(meter, clock, [seconds] * steps, log_every=steps)
+    found = meter.throughput()
+    written = sorted([3000.0] + [1000.0] * 5 + [2000.0] * 4)
+    assert found["step_ms"] == pytest.approx(written[4])
+    assert found["step_ms_p95"] == pytest.approx(written[9])
 
 
 def test_a_short_run_keeps_three_quarters_of_its_steps() -> None:

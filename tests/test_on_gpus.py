@@ -66,7 +66,6 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None)
     instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
     monkeypatch.setattr(sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads)
-    monkeypatch.setattr("src.parallel.single.Utilisation", lambda indices: None)
     # torch 2.11 makes a real tensor there
     monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False)
     on = torch.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from src.engine.machine.files import claim_folder, write_json, write_text
 from src.engine.record import environment
+from src.engine.record.jobs import read_jobs
 from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
 from src.schema import Config
 
@@ -27,6 +29,11 @@ def test_changes_that_git_cannot_tell_of_are_unknown(
 ) -> None:
     monkeypatch.setattr(environment, "_output", lambda *command: said)
     assert environment.environment_facts(Config())["dirty"] is dirty
+
+
+def test_a_file_of_the_checkout_whose_name_is_no_text_does_not_keep_a_run_from_starting() -> None:
+    """git writes such a name as it is where core.quotepath is off."""
+    assert environment._output(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
 
 
 def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:
@@ -139,10 +146,10 @@ def test_a_logged_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None
         ("", "cannot be read as JSON"),
         ('{"status": "do', "cannot be read as JSON"),
         ("\x00\x00\x00", "cannot be read as JSON"),
-        ("[]", "not a result"),
-        ("null", "not a result"),
-        ('"done"', "not a result"),
-        ('{"loss": 1}', "not a result"),
+        ("[]", "not of this project"),
+        ("null", "not of this project"),
+        ('"done"', "not of this project"),
+        ('{"loss": 1}', "not of this project"),
         (json.dumps({"status": "done", "format": FORMAT + 1}), f"format {FORMAT + 1} is newer"),
         (json.dumps({"status": "done", "format": "abc"}), "format"),
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
@@ -160,6 +167,13 @@ def test_bytes_that_are_no_text_are_refused_with_the_file(tmp_path: Path) -> Non
     (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ValueError, match=r"result\.json"):
         read_result(tmp_path)
+
+
+@pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
+def test_what_is_no_list_of_jobs_is_refused_with_the_file(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "jobs.json").write_bytes(contents)
+    with pytest.raises(ValueError, match=r"jobs\.json: (damaged|not of this project)"):
+        read_jobs(tmp_path)
 
 
 def test_a_result_of_an_older_version_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch.utils.tensorboard
 import torchvision.transforms.v2
 from configs import parse, tiny
 
-import src.engine.record.tensorboard
 import src.parallel.data_parallel
 import src.parallel.distributed
 import src.run.lifecycle

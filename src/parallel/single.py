@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from src.engine.machine.hardware import cpu_model, visible_cuda_devices
-from src.engine.machine.nvidia import GpuStates, Utilisation
+from src.engine.machine.nvidia import Gpu
 from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
@@ -44,15 +44,13 @@ class Single:
         self.devices = self._choose_devices()
         self.device = self.devices[0]
         self.stopping = Stopping()
-        self._utilisation: Utilisation | None = None
-        self._states: GpuStates | None = None
+        self._gpus: list[Gpu] = []  # of `devices`
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # Batches keep their shape, so each kernel is chosen once; by trying, so not the same one in every run.
             torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
-            self._utilisation = Utilisation([uuids.get(device.index) for device in self.devices])
-            self._states = GpuStates([uuids[d.index] for d in self.devices if uuids.get(d.index)])
+            self._gpus = [Gpu(uuids.get(device.index)) for device in self.devices]
 
     @property
     def is_first(self) -> bool:
@@ -166,22 +164,21 @@ class Single:
 
     def sample_utilisation(self) -> None:
         """Look once at how busy and how hot this process's devices are, for `memory` and `gpu_states`."""
-        if self._utilisation is not None:
-            self._utilisation.sample()
-        if self._states is not None:
-            self._states.sample()
+        for gpu in self._gpus:
+            gpu.sample()
 
     def gpu_states(self) -> list[dict[str, Any]]:
-        """How hot all GPUs of the job got, and what slowed them down; see GpuStates."""
-        own = [] if self._states is None else self._states.found()
-        return [state for states in self.gather(own) for state in states]
+        """How hot all GPUs of the job got, and what slowed them down; see Gpu."""
+        own = [gpu.state() for gpu in self._gpus]
+        return [state for states in self.gather(own) for state in states if state]
 
     def memory(self) -> list[dict[str, Any]]:
         """Peak bytes of every device of the job. A CPU device is a process: its resident memory, libraries included."""
-        if self._utilisation is not None:
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated
             own: list[dict[str, Any]] = [
-                {"device": str(device), "peak_bytes": torch.cuda.max_memory_allocated(device), "utilisation": share}
-                for device, share in zip(self.devices, self._utilisation.means(), strict=True)
+                {"device": str(device), "peak_bytes": peak(device), "utilisation": gpu.utilisation()}
+                for device, gpu in zip(self.devices, self._gpus, strict=True)
             ]
         else:
             own = [{"device": f"{self.device.type}:{self.rank}", "peak_bytes": peak_memory()}]

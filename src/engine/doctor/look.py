@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def look(say: Callable[[str], None] = lambda line: None) -> Facts:
     place = outputs if outputs.exists() else ROOT
     return Facts(
         in_container=any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")),
-        libraries={name: (_version(name), version) for name, version in pins().items()},
+        libraries={name: (environment.version_of(name), version) for name, version in pins().items()},
         devices=nvidia.listed(),
         visible=len(hardware.visible_cuda_devices()),
         driver=nvidia.driver_version(),
@@ -115,10 +114,3 @@ def _last_line(command: list[str], seconds: float, as_json: bool) -> dict[str, A
         said = next((line for line in lines if line.startswith("Failed: ")), lines[-1] if lines else "")
         return {"error": said.strip() or f"exit code {done.returncode}"}
     return dict(json.loads(lines[-1])) if as_json else {}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,9 +13,10 @@ from src.engine.launch.failure import failure_files, failure_text, first_failure
 from src.engine.launch.kubernetes import write_manifest
 from src.engine.launch.slurm import write_script
 from src.engine.launch.supervisor import Ended, run_ranks
+from src.engine.machine.files import write_json
 from src.engine.machine.lock import own
 from src.engine.machine.process import SAFE_PATH
-from src.engine.record.environment import write_environment
+from src.engine.record.environment import environment_facts
 from src.engine.record.result import Result, read_status, write_result
 from src.schema import ResolvedConfig
 
@@ -42,7 +43,7 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     freeze(config, folder)
-    write_environment(config, folder)
+    write_json(folder / "environment.json", environment_facts(config))
 
 
 def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO | None = None) -> int:

@@ -40,6 +40,21 @@ def write_json(path: Path, value: Any) -> None:
     _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
+    """What a version of this code up to format `newest` wrote to `path`. `missing` says what it means if there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: no {path.name} here; {missing}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged, it cannot be read as JSON ({error})") from None
+    if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
+        raise ValueError(f"{path}: not of this project (no table with a format)")
+    if values.get("format", 0) > newest:
+        raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({newest}); update the code")
+    return values
+
+
 def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
     """Let `write` fill a file beside `path`, then put it in its place: a crash at any moment leaves the old or the new one.
 

@@ -21,17 +21,13 @@ def cores() -> int:
 
 @cache
 def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return _said(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or platform.machine()
 
 
 @cache
 def cuda() -> Driver:
     """What the CUDA driver says; asked once, as torch asks it once."""
-    return Driver.ask(torch_build("cuda"))
+    return Driver.ask(torch_cuda())
 
 
 def visible_cuda_devices() -> tuple[CudaDevice, ...]:
@@ -41,24 +37,13 @@ def visible_cuda_devices() -> tuple[CudaDevice, ...]:
 
 def oom_kills() -> int:
     """How often the kernel has killed a process for want of memory since it started; 0 where it does not say."""
-    try:
-        text = Path("/proc/vmstat").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(match.group(1)) if match else 0
+    return int(_said(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
 @cache
 def has_mpi() -> bool:
     """True if torch was built with MPI, as its wheels are not; read from its headers, and assumed where they are missing."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    try:
-        said = (Path(spec.origin).parent / "include/caffe2/core/macros.h").read_text(encoding="utf-8")
-    except OSError:
-        return True
-    return '{"USE_MPI", "OFF"}' not in said
+    return _torch_says("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
 
 
 def has_mps() -> bool:
@@ -67,11 +52,21 @@ def has_mps() -> bool:
 
 
 @cache
-def torch_build(key: str) -> str | None:
-    """A line of torch/version.py, read as text: importing torch to learn it would take a second."""
+def torch_cuda() -> str | None:
+    """The version of CUDA that torch is built for; None without."""
+    return _torch_says("version.py", r"^cuda\b[^=]*= '([^']*)'")
+
+
+def _torch_says(file: str, pattern: str) -> str | None:
+    """As `_said`, of a file of torch's: importing torch to learn it would take a second."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    return _said(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
+
+
+def _said(path: Path, pattern: str) -> str | None:
+    """The group of `pattern` in a file; None where there is no such file, or no such line in it."""
+    try:
+        match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
         return None
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    match = re.search(rf"^{key}\b[^=]*= '([^']*)'", text, re.MULTILINE)
     return match.group(1) if match else None

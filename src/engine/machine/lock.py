@@ -5,10 +5,10 @@ So a dead owner's lock blocks nobody, on whatever machine it died, and no heartb
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,19 +16,30 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 NAME = ".lock"
 PATIENCE_SECONDS = 0.2  # is_owned, in another process, holds the lock for a moment
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without
 
 
 @contextmanager
 def own(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold `folder` while the block runs. ValueError, with the owner's pid and host, where another process holds it."""
-    descriptor = _take(folder / NAME, patience)
+    from filelock import FileLock, Timeout  # flock; on Windows LockFileEx of the first byte, which nobody else can read
+
+    lock = FileLock(folder / NAME, timeout=patience, poll_interval=0.02, on_acquired=_sign)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder}: in use by {_owner(folder)}; wait for it, stop it, or use another folder") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise ValueError(f"{folder}: cannot be written to ({error.strerror}); use another folder") from None
+        log.warning("%s: this file system has no locks (%s); do not start a second run here", folder, error)
     try:
         yield
     finally:
-        if descriptor is not None:
+        if lock.is_locked:
             with suppress(PermissionError):  # Windows removes no open file; a lock that nobody holds blocks nobody
                 (folder / NAME).unlink(missing_ok=True)
-            os.close(descriptor)
+        lock.release()
 
 
 def is_owned(folder: Path) -> bool:
@@ -42,33 +53,14 @@ def is_owned(folder: Path) -> bool:
         return True
 
 
-def _take(path: Path, patience: float) -> int | None:
-    """The descriptor that holds the lock; None where the file system has no locks."""
-    from filelock import lock_descriptor  # flock; on Windows LockFileEx of the first byte, which nobody else can read
+def _sign(descriptor: int) -> None:
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode())
 
-    until = time.monotonic() + patience
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
-        except OSError as error:
-            raise ValueError(f"{path.parent}: cannot be written to ({error.strerror}); use another folder") from None
-        try:
-            if not lock_descriptor(descriptor, blocking=False):
-                if time.monotonic() < until:
-                    os.close(descriptor)
-                    time.sleep(0.02)
-                    continue
-                os.lseek(descriptor, 1, os.SEEK_SET)
-                owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-                os.close(descriptor)
-                raise ValueError(f"{path.parent}: in use by {owner}; wait for it, stop it, or use another folder")
-        except OSError as error:
-            os.close(descriptor)
-            log.warning("%s: this file system has no locks (%s); do not start a second run here", path.parent, error)
-            return None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"\nprocess {os.getpid()} on {socket.gethostname()}\n".encode())
-                return descriptor
-        os.close(descriptor)  # its owner removed it between our open and our lock
+
+def _owner(folder: Path) -> str:
+    said = b""
+    with suppress(OSError), open(folder / NAME, "rb", buffering=0) as file:  # it may be leaving
+        file.seek(1)
+        said = file.read(1000)
+    return said.decode(errors="replace").strip() or "another process"

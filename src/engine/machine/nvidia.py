@@ -11,7 +11,6 @@ import ctypes
 import os
 import sys
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,47 +49,42 @@ class Driver:
             library = _open_driver()
         except OSError:
             return cls(problem=_if_shown("the driver's library libcuda.so.1 cannot be loaded here"))
-        if failure := _call(library.cuInit, 0):
+        version, count = ctypes.c_int(), ctypes.c_int()
+        if failure := library.cuInit(0):
             return cls(problem=_if_shown(_driver_error(library, "cuInit", failure)))
-        version = ctypes.c_int()
-        if not _call(library.cuDriverGetVersion, ctypes.byref(version)) and version.value // 1000 < _major(torch_cuda):
-            known = f"{version.value // 1000}.{version.value % 1000 // 10}"
-            return cls(
-                problem=f"the driver knows CUDA {known}, but this torch is built for {torch_cuda}; update the driver"
-            )
-        count = ctypes.c_int()
-        if failure := _call(library.cuDeviceGetCount, ctypes.byref(count)):
+        unknown = library.cuDriverGetVersion(ctypes.byref(version))
+        if not unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
+            known = _cuda_version(version.value)
+            said = f"the driver knows CUDA {known}, but this torch is built for {torch_cuda}; update the driver"
+            return cls(problem=said)
+        if failure := library.cuDeviceGetCount(ctypes.byref(count)):
             return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", failure)))
         found = tuple(_device(library, index) for index in range(count.value))
         return cls(found, None if found else _if_shown("the driver gives this process none"))
 
 
 def _open_driver() -> Any:
+    """libcuda, whose functions return 0 or an error number (cuda.h: CUresult)."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-def _call(function: Callable[..., int], *arguments: Any) -> int:
-    """0, or the driver's error number (cuda.h: CUresult)."""
-    return int(function(*arguments))
 
 
 def _driver_error(library: Any, query: str, failure: int) -> str:
     text = ctypes.c_char_p()
-    _call(library.cuGetErrorString, failure, ctypes.byref(text))
+    library.cuGetErrorString(failure, ctypes.byref(text))
     return f"{query} says {(text.value or b'error').decode()} ({failure})"
 
 
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _device(library: Any, index: int) -> CudaDevice:
     device, memory = ctypes.c_int(), ctypes.c_size_t()
     name, number = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
-    _call(library.cuDeviceGet, ctypes.byref(device), index)
-    unnamed = _call(library.cuDeviceGetName, name, len(name), device)
-    unknown = _call(library.cuDeviceTotalMem_v2, ctypes.byref(memory), device)
-    anonymous = _call(library.cuDeviceGetUuid_v2, ctypes.byref(number), device)
+    library.cuDeviceGet(ctypes.byref(device), index)
+    unnamed = library.cuDeviceGetName(name, len(name), device)
+    unknown = library.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    anonymous = library.cuDeviceGetUuid_v2(ctypes.byref(number), device)
     called = "unknown" if unnamed else name.value.decode(errors="replace")
     kind = "MIG" if "MIG" in called.split() else "GPU"
     return CudaDevice(
@@ -129,7 +123,7 @@ def listed() -> list[dict[str, Any]]:
 def driver_cuda() -> str | None:
     """The newest CUDA that the driver runs, `13.0`; None where NVML does not say."""
     number = _ask_nvml("nvmlSystemGetCudaDriverVersion_v2")
-    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+    return None if number is None else _cuda_version(number)
 
 
 def driver_version() -> str | None:
@@ -138,60 +132,44 @@ def driver_version() -> str | None:
     return None if said is None else str(said)
 
 
-class Utilisation:
-    """Mean utilisation of CUDA devices, sampled through NVML whenever `sample` is called."""
+class Gpu:
+    """How busy a device was, how hot and how slow at the most, and why, of the moments at which `sample` was called.
 
-    def __init__(self, uuids: list[str | None]) -> None:
-        """`uuids`: those of CudaDevice, whose order is not NVML's; None for a device without."""
-        self._handles = [uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
-        self._sums, self._counts = [0.0] * len(uuids), [0] * len(uuids)
+    What NVML does not say is None: slices (MIG) and virtual GPUs have no utilisation.
+    """
 
-    def sample(self) -> None:
-        for place, handle in enumerate(self._handles):
-            if handle is None:
-                continue
-            rates = _ask_nvml("nvmlDeviceGetUtilizationRates", handle)
-            if rates is None:  # slices (MIG) and virtual GPUs have none: not asked again
-                self._handles[place] = None
-            else:
-                self._sums[place] += rates.gpu
-                self._counts[place] += 1
-
-    def means(self) -> list[float | None]:
-        """Share of the time in 0..1 that each device was busy; None where NVML never said."""
-        return [total / count / 100 if count else None for total, count in zip(self._sums, self._counts, strict=True)]
-
-
-class GpuStates:
-    """The hottest and the slowest that each device was whenever `sample` was called, and what slowed it down."""
-
-    def __init__(self, uuids: list[str]) -> None:
-        """`uuids` as NVML writes them, `GPU-…`. A device that it does not know is left out."""
-        handles = [_ask_nvml("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
-        self._handles = [handle for handle in handles if handle is not None]
-        self._celsius: list[int | None] = [None] * len(self._handles)
-        self._mhz: list[int | None] = [None] * len(self._handles)
-        self._reasons = [0] * len(self._handles)
+    def __init__(self, uuid: str | None) -> None:
+        """`uuid`: that of CudaDevice, whose order is not NVML's; None for a device without."""
+        self._handle = uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
+        self._busy = self._samples = self._slowed_by = 0
+        self._celsius: int | None = None
+        self._mhz: int | None = None
 
     def sample(self) -> None:
-        for place, handle in enumerate(self._handles):
-            celsius = _ask_nvml("nvmlDeviceGetTemperature", handle, TEMPERATURE_GPU)
-            mhz = _ask_nvml("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
-            self._celsius[place] = max(filter(None, (self._celsius[place], celsius)), default=None)
-            self._mhz[place] = min(filter(None, (self._mhz[place], mhz)), default=None)
-            self._reasons[place] |= _ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        if self._handle is None:
+            return
+        if (rates := _ask_nvml("nvmlDeviceGetUtilizationRates", self._handle)) is not None:
+            self._busy, self._samples = self._busy + rates.gpu, self._samples + 1
+        celsius = _ask_nvml("nvmlDeviceGetTemperature", self._handle, TEMPERATURE_GPU)
+        mhz = _ask_nvml("nvmlDeviceGetClockInfo", self._handle, CLOCK_SM)
+        self._celsius = max(filter(None, (self._celsius, celsius)), default=None)
+        self._mhz = min(filter(None, (self._mhz, mhz)), default=None)
+        self._slowed_by |= _ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle) or 0
 
-    def found(self) -> list[dict[str, Any]]:
-        """Of each device: `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons)."""
-        return [
-            {
-                "celsius": self._celsius[place],
-                "sm_mhz": self._mhz[place],
-                "sm_mhz_max": _ask_nvml("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
-                "slowed_by": [reason for bit, reason in SLOWED_BY.items() if self._reasons[place] & bit],
-            }
-            for place, handle in enumerate(self._handles)
-        ]
+    def utilisation(self) -> float | None:
+        """Share of the time in 0..1, on average."""
+        return self._busy / self._samples / 100 if self._samples else None
+
+    def state(self) -> dict[str, Any] | None:
+        """`celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons); None if NVML does not know it."""
+        if self._handle is None:
+            return None
+        return {
+            "celsius": self._celsius,
+            "sm_mhz": self._mhz,
+            "sm_mhz_max": _ask_nvml("nvmlDeviceGetMaxClockInfo", self._handle, CLOCK_SM),
+            "slowed_by": [reason for bit, reason in SLOWED_BY.items() if self._slowed_by & bit],
+        }
 
 
 def _ask_nvml(question: str, *arguments: Any) -> Any:

@@ -25,26 +25,19 @@ def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
     image = Image.new("RGB", (margin + matrix.shape[1] + 8, matrix.shape[0] + margin + 8), "white")
     image.paste(Image.fromarray(matrix), (margin, 8))
     draw = ImageDraw.Draw(image)
+    upwards: Any = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
     for place, name in enumerate(names):
         middle = int((place + 0.5) * cell)
         draw.text((margin - 6, 8 + middle), name, "black", font, anchor="rm")
-        _draw_upwards(image, name, font, margin + middle, 8 + matrix.shape[0] + 6)
+        draw.text((margin + middle - FONT // 2, 8 + matrix.shape[0] + 6), name, "black", upwards)
     if len(classes) <= MOST_COUNTED:
         for row, column in np.argwhere(counts):
             centre = (margin + (column + 0.5) * cell, 8 + (row + 0.5) * cell)
             colour = "white" if shares[row, column] > 0.5 else "black"
             draw.text(centre, str(int(counts[row, column])), colour, font, anchor="mm")
     draw.text((margin + matrix.shape[1] / 2, image.height - 4), "predicted", "black", font, anchor="md")
-    _draw_upwards(image, "true", font, FONT, 8 + matrix.shape[0] // 2 - 12)
+    draw.text((FONT // 2, 8 + matrix.shape[0] // 2 - 12), "true", "black", upwards)
     return np.asarray(image)
-
-
-def _draw_upwards(image: Image.Image, text: str, font: Any, middle: int, top: int) -> None:
-    """Text that runs from bottom to top, `middle` pixels from the left, beginning `top` pixels from above."""
-    strip = Image.new("RGB", (int(font.getlength(text)) + 2, FONT + 6), "white")
-    ImageDraw.Draw(strip).text((1, strip.height // 2), text, "black", font, anchor="lm")
-    turned = strip.rotate(90, expand=True)
-    image.paste(turned, (middle - turned.width // 2, top))
 
 
 def _printable(name: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from rich.console import Console as RichConsole
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.tree import Tree
 
 from src.engine.machine.secrets import hide_in
-from src.schema import Config, leaves
+from src.schema import Config
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -63,26 +63,19 @@ class Console:
 def print_config(config: Config, full: bool) -> None:
     """The resolved config as a tree, without secrets: where it differs from the schema's defaults, or `full`."""
     tree = Tree("config" if full else "config, where it differs from the defaults (print_config=full shows all)")
-    values: dict[str, Any] = dataclasses.asdict(config) if full else {}
-    if not full:
-        defaults = {key: value for key, value, _ in leaves(Config())}
-        for key, value, _ in leaves(config):
-            if value != defaults[key]:
-                *groups, name = key.split(".")
-                place = values
-                for group in groups:
-                    place = place.setdefault(group, {})
-                place[name] = value
-    _grow(tree, hide_in(values))
-    RichConsole(soft_wrap=True, highlight=False).print(tree)
+    _grow(tree, hide_in(asdict(config)), {} if full else asdict(Config()))
+    RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
 
 
-def _grow(tree: Tree, values: dict[str, Any]) -> None:
+def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Add the values that are not as in `defaults`."""
     for key, value in values.items():
+        if key in defaults and value == defaults[key]:
+            continue
         if isinstance(value, dict) and value:
-            _grow(tree.add(str(key)), value)
+            _grow(tree.add(str(key)), value, defaults.get(key) or {})
         else:
-            tree.add(f"{key}: {'null' if value is None else value}".replace("[", "\\["))
+            tree.add(f"{key}: {'null' if value is None else value}")
 
 
 def banner(facts: dict[str, str]) -> None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from src.engine.record.result import read_metrics, read_result
 
 Curve = dict[int, float]  # step -> value
-TIMED = (
-    "epoch",
-    "step",
-    "time",
-    "seconds",
-    "train/images_per_sec",
-    "train/images_per_sec_per_device",
-    "train/data_wait",
-)
-# Of two results; where one differs, it was another training.
-MUST_AGREE = ("steps", "batch_size", "samples_seen", "dropped_per_epoch")
+BY_THE_CLOCK = re.compile(r"epoch|step|time|train/(images_per_sec(_per_device)?|data_wait)|(memory|utilisation)/.*")
 
 
 @dataclass
@@ -35,22 +27,24 @@ class Compared:
 
 def compare(one: Path, other: Path, tolerance: float) -> list[Compared]:
     """The curves that both runs have, by name. Runs of different length, data or batch are refused."""
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"--tolerance {tolerance}: give a number from 0, e.g. 1e-3")
-    first, second = read_result(one), read_result(other)
-    for key in MUST_AGREE:
-        a, b = getattr(first, key), getattr(second, key)
-        if a != b:
-            raise ValueError(f"{key}: {a} in {one}, {b} in {other}: runs of different length, data or batch")
-    for split in ("val", "test"):
-        a, b = getattr(first, split).get("samples"), getattr(second, split).get("samples")
-        if a != b:
-            raise ValueError(f"{split}: {a} samples in {one}, {b} in {other}: runs on different data")
+    first, second = _size(one), _size(other)
+    for key, a in first.items():
+        if a != second[key]:
+            raise ValueError(
+                f"{key}: {a} in {one}, {second[key]} in {other}: runs on different data, of different length or batch"
+            )
     mine, theirs = curves(one), curves(other)
     common = sorted(set(mine) & set(theirs))
     if not common:
         raise ValueError(f"{one} and {other} have no curve in common")
     return [_compare(name, mine[name], theirs[name], tolerance) for name in common]
+
+
+def _size(run: Path) -> dict[str, Any]:
+    """Where two runs differ in one of these, it was another training."""
+    result = read_result(run)
+    numbers = {key: getattr(result, key) for key in ("steps", "batch_size", "samples_seen", "dropped_per_epoch")}
+    return numbers | {f"{split} samples": getattr(result, split).get("samples") for split in ("val", "test")}
 
 
 def curves(run: Path) -> dict[str, Curve]:
@@ -60,7 +54,7 @@ def curves(run: Path) -> dict[str, Curve]:
         raise ValueError(f"{run}: no metrics.jsonl here; is this a run folder?")
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.items():
-            if name not in TIMED and not name.startswith(("memory/", "utilisation/")):
+            if not BY_THE_CLOCK.fullmatch(name):
                 found.setdefault(name, {})[line["step"]] = math.nan if value is None else value
     return found
 
@@ -72,8 +66,7 @@ def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> Compared:
         a, b = one.get(step, math.nan), other.get(step, math.nan)
         if math.isnan(a) and math.isnan(b) and step in one and step in other:
             continue
-        scale = max(abs(a), abs(b))
-        difference = 0.0 if a == b else math.inf if math.isnan(a + b) else abs(a - b) / scale
+        difference = 0.0 if a == b else math.inf if math.isnan(a + b) else abs(a - b) / max(abs(a), abs(b))
         found.largest = max(found.largest, difference)
         if difference > tolerance and found.parts_at is None:
             found.parts_at, found.values = step, (a, b)

@@ -15,20 +15,16 @@ from typing import Any
 import psutil
 
 from src.engine.machine import hardware, nvidia
-from src.engine.machine.files import write_json
 from src.schema import Config
 
 LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def write_environment(config: Config, folder: Path) -> None:
-    """`config` is resolved. Values of environment variables are not recorded: they may be secrets."""
-    write_json(folder / "environment.json", environment_facts(config))
-
-
 def environment_facts(config: Config) -> dict[str, Any]:
-    devices, changes = hardware.visible_cuda_devices(), _git("status", "--porcelain")
+    """`config` is resolved. Values of environment variables are not recorded: they may be secrets."""
+    git = ("git", "-C", str(ROOT))
+    devices, changes = hardware.visible_cuda_devices(), _output(*git, "status", "--porcelain")
     return {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -36,9 +32,9 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _output(*git, "rev-parse", "HEAD"),
         "dirty": None if changes is None else changes != "",
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: version_of(name) for name in LIBRARIES},
         "cpu": {
             "model": hardware.cpu_model(),
             "cores": hardware.cores(),
@@ -46,29 +42,26 @@ def environment_facts(config: Config) -> dict[str, Any]:
         },
         "devices": [dataclasses.asdict(device) for device in devices],
         "driver": nvidia.driver_version(),
-        "cuda": hardware.torch_build("cuda"),
-        "nccl": _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
+        "cuda": hardware.torch_cuda(),
+        "nccl": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.has_ranks else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
         "topology": topology() if devices else None,
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _git(*arguments: str) -> str | None:
-    return _output("git", "-C", str(ROOT), *arguments)
-
-
 def _output(*command: str) -> str | None:
     """What a command prints; None where it is missing, fails, or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

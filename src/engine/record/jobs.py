@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shlex
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from src.engine.machine.files import write_json
+from src.engine.machine.files import read_json, write_json
 
 FORMAT = 1
 UNFINISHED = ("waiting", "running", "interrupted")
@@ -60,10 +58,9 @@ class Jobs:
         return [job.id for job in self.jobs if job.block is None]
 
     def write(self) -> None:
+        own = {key: getattr(self, key) for key in ("command", "created", "status", "order_seed", "baseline_repeated")}
         jobs = [dataclasses.asdict(job) for job in self.jobs]
-        head = {"format": FORMAT, "command": self.command, "created": self.created, "status": self.status}
-        head |= {"order_seed": self.order_seed, "baseline_repeated": self.baseline_repeated}
-        write_json(self.folder / "jobs.json", {**head, "jobs": jobs})
+        write_json(self.folder / "jobs.json", {"format": FORMAT, **own, "jobs": jobs})
 
     def counts(self) -> dict[str, int]:
         """Status -> how many jobs have it."""
@@ -86,24 +83,16 @@ def new_jobs(folder: Path) -> Jobs:
 def read_jobs(folder: Path) -> Jobs:
     """What `Jobs.write` wrote, in this version or an older one."""
     path = folder / "jobs.json"
+    values = read_json(path, FORMAT, "is this a sweep folder?")
+    known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] > FORMAT:
-            raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({FORMAT})")
-        known = {entry.name for entry in dataclasses.fields(Job)}
-        jobs = [
-            Job(**{key: value for key, value in job.items() if key in known}) for job in map(_today, values["jobs"])
-        ]
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: not a sweep folder (it has no jobs.json)") from None
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        old = [
+            {"block": job.get("repeat", 0), "position": job["id"], **job} for job in values["jobs"]
+        ]  # as once written
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in old]
+        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged, or not of this project ({error})") from None
-    return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
-
-
-def _today(job: dict[str, Any]) -> dict[str, Any]:
-    """A job as it is written now; its block was once its `repeat`."""
-    return {"block": job.get("repeat", 0), "position": job["id"], **job}
 
 
 def config_hash(path: Path) -> str:

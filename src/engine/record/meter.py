@@ -7,11 +7,12 @@ intervals in it, are moments at which the device is known to be done: on a CPU e
 
 from __future__ import annotations
 
-import math
 import time
 from array import array
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import numpy as np
 
 from src.engine.machine.usage import Usage
 
@@ -144,16 +145,22 @@ class Meter:
 
     def throughput(self) -> dict[str, Any]:
         """As result.json has it; see src/engine/record/result.py."""
-        rate, step_ms = self.images_per_step, [1000 * s / n for s, n in zip(self._seconds, self._steps, strict=True)]
-        known = self.seconds_timed > 0
+        rate, timed = self.images_per_step, self.seconds_timed
         return {
-            "images_per_sec": rate * self.steps_timed / self.seconds_timed if known else None,
-            "step_ms": weighted_quantile(step_ms, self._steps, 0.5),
-            "step_ms_p95": weighted_quantile(step_ms, self._steps, 0.95),
+            "images_per_sec": rate * self.steps_timed / timed if timed else None,
+            "step_ms": self._step_ms(0.5),
+            "step_ms_p95": self._step_ms(0.95),
             "steps_timed": self.steps_timed,
             "seconds_timed": self.seconds_timed,
             "halves": [rate * n / s if s else None for n, s in self._halves()],
         }
+
+    def _step_ms(self, share: float) -> float | None:
+        """What at least `share` of the steps do not exceed; an interval of ten steps counts ten times."""
+        if not self._steps:
+            return None
+        each = 1000 * np.array(self._seconds) / np.array(self._steps)
+        return float(np.quantile(each, share, weights=np.array(self._steps), method="inverted_cdf"))
 
     def _halves(self) -> list[tuple[int, float]]:
         """(steps, seconds) of the window's first half and of its second, cut between two intervals."""
@@ -167,13 +174,3 @@ class Meter:
     def data_wait(self) -> float | None:
         """Share of the window spent waiting for data."""
         return self.data_seconds / self.seconds_timed if self.seconds_timed else None
-
-
-def weighted_quantile(values: list[float], weights: array[int], share: float) -> float | None:
-    """The smallest value that at least `share` of all weight does not exceed: an interval of ten steps counts ten times."""
-    least, passed = share * sum(weights), 0
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        passed += weight
-        if passed >= least or math.isclose(passed, least):
-            return value
-    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.engine.machine.files import finite, write_json, write_text
+from src.engine.machine.files import finite, read_json, write_json, write_text
 
 FORMAT = 1
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
@@ -104,20 +104,9 @@ def write_result(folder: Path, result: Result) -> None:
 def read_result(folder: Path) -> Result:
     """Read `folder/result.json`, of this version or an older one."""
     path = folder / "result.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: no result.json here; is this a run folder, and has the run ended?") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(values, dict) or "status" not in values:
-        raise ValueError(f"{path}: not a result of this project (it has no status)")
-    if not isinstance(values.get("format", 0), int):
-        raise ValueError(f"{path}: format {values['format']!r} is no number, so this is no result of this project")
-    if values.get("format", 0) > FORMAT:
-        raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({FORMAT}); update the code")
-    if values["status"] not in STATUSES:
-        raise ValueError(f"{path}: status {values['status']!r} is not one of {', '.join(STATUSES)}")
+    values = read_json(path, FORMAT, "is this a run folder, and has the run ended?")
+    if values.get("status") not in STATUSES:
+        raise ValueError(f"{path}: not of this project (status {values.get('status')!r}, not {', '.join(STATUSES)})")
     known = {f.name for f in dataclasses.fields(Result)}
     return Result(**{key: value for key, value in values.items() if key in known})
 
