@@ -10,7 +10,7 @@ import pytest
 
 from src.engine.machine import usage
 from src.engine.record import meter as module
-from src.engine.record.meter import Meter, warm_up_steps
+from src.engine.record.meter import Meter
 
 
 class Time:
@@ -54,8 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 def train(
     meter: Meter, clock: Time, steps: Iterable[float], fetch: float = 0.0, log_every: int = 10, logging: float = 0.0
 ) -> None:
-    """Steps that keep this process busy for so many seconds each, of one epoch that begins here."""
-    meter.epoch_begins()
+    """Steps that keep this process busy for so many seconds each."""
     steps = list(steps)
     for number, seconds in enumerate(steps, 1):
         meter.fetch_begins()
@@ -165,7 +164,8 @@ def test_quantiles_are_those_of_the_steps_written_out(clock: Time) -> None:
 
 
 def test_a_short_run_keeps_three_quarters_of_its_steps() -> None:
-    assert [warm_up_steps(steps) for steps in (1, 3, 4, 12, 40, 10_000)] == [1, 1, 1, 3, 10, 10]
+    for steps, untimed in ((1, 1), (3, 1), (4, 1), (12, 3), (40, 10), (10_000, 10)):
+        assert Meter(1, steps)._warm_up == untimed
 
 
 def test_a_run_of_the_warm_up_alone_has_no_throughput(clock: Time) -> None:

@@ -17,7 +17,7 @@ from conftest import train_warm
 from hydra._internal.utils import get_args_parser
 
 from src.engine.config.compose import compose_command, read_frozen
-from src.engine.machine import hardware, memory
+from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
@@ -68,7 +68,7 @@ def test_cuda_devices_are_given_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_run_side_by_side_is_refused(
     overrides: tuple[str, ...], key: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available", lambda: 2 * GIB)
+    monkeypatch.setattr(hardware, "available_memory", lambda: 2 * GIB)
     config = compose_command(get_args_parser().parse_args(["-m", "model=tiny", *overrides])).config
     with pytest.raises(ValueError, match=said):
         jobs_at_a_time(key, 9, [], config)

@@ -135,7 +135,6 @@ class Training:
         batches = run.train.epoch(progress.epoch, progress.step_in_epoch * self.config.train.accumulate)
         if progress.step == 0:
             self.show_images()
-        run.moments.epoch_begins()
         for report in train_epoch(
             self.state, batches, self.config, self.strategy, run.moments, run.steps_per_epoch, run.mixing
         ):

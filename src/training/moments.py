@@ -21,9 +21,6 @@ class Moments:
     def __init__(self, meter: Meter, stopping: Stopping) -> None:
         self.meter, self.stopping = meter, stopping
 
-    def epoch_begins(self) -> None:
-        self.meter.epoch_begins()
-
     def step_begins(self, step: int) -> None:
         pulse.step = step
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from src.engine.config.compose import ROOT
 from src.engine.launch.supervisor import with_project_on_path
-from src.engine.machine import hardware, memory, nvidia
+from src.engine.machine import hardware, nvidia
 from src.engine.machine.platform import open_file_limit
 from src.engine.machine.process import SAFE_PATH
 from src.engine.record import environment
@@ -70,7 +70,7 @@ def look(say: Callable[[str], None] = lambda line: None) -> Facts:
         torch=probe("torch"),
         timm=probe("timm"),
         cores=hardware.cores(),
-        memory=memory.available(),
+        memory=hardware.available_memory(),
         shm=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         open_files=open_file_limit(),
         outputs=str(place),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,11 +80,5 @@ def _write_characters(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A tree of plain values, with None for numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+    """A tree of plain values as JSON knows them, with None for numbers that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

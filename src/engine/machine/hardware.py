@@ -1,4 +1,4 @@
-"""What this machine has, without importing torch: cores, CUDA devices, library builds. More on NVIDIA's in nvidia.py."""
+"""What this machine has, without importing torch: cores, memory, CUDA devices, library builds. More on NVIDIA's in nvidia.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import importlib.util
 import os
 import platform
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from src.engine.machine.nvidia import CudaDevice, Driver
+
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
@@ -22,6 +27,22 @@ def cores() -> int:
 @cache
 def cpu_model() -> str:
     return _said(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or platform.machine()
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: what /proc/meminfo says, or less where a container or job has a limit.
+
+    Such limits are those of this process's cgroup and of those above it (version 2). Cached files count as free: the
+    kernel drops them first.
+    """
+    left = [int(psutil.virtual_memory().available)]
+    own = CGROUP / (_said(Path("/proc/self/cgroup"), r"^0::/(.*)$") or "")
+    for folder in (own, *own.parents):
+        with suppress(OSError, ValueError):  # `max`, or no such file: no limit here
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            files = _said(folder / "memory.stat", r"^inactive_file (\d+)$")
+            left.append(max(0, limit - used + int(files or 0)))
+    return min(left)
 
 
 @cache

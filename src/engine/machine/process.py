@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -25,8 +26,6 @@ def die_with_parent() -> None:
     """
     if sys.platform != "linux":
         return
-    import ctypes
-
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
     parent = int(os.environ.pop(LAUNCHER, os.getppid()))  # taken out: what a rank starts has another parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -65,8 +64,6 @@ def keep_freed_memory() -> None:
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    import ctypes
-
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -78,8 +75,6 @@ def keep_freed_memory() -> None:
 def no_survivors(seconds: float = 1.0) -> Iterator[None]:
     """End every process that the block has started, directly or not: SIGTERM, `seconds` to leave, SIGKILL."""
     if sys.platform == "linux":
-        import ctypes
-
         PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children, so they are found
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))

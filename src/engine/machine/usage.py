@@ -1,9 +1,13 @@
-"""Processor time over a stretch of a run: this process's, and that of everybody else on the machine."""
+"""What processes take of this machine: memory now, and processor time over a stretch of a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +47,30 @@ def _now() -> Usage:
 
 
 def _own() -> float:
+    return _with_children(os.getpid(), lambda process: sum(process.cpu_times()[:2]))  # user and system
+
+
+def held_by(pid: int) -> int:
+    """Bytes that a process and all below it hold, without the libraries that they share; 0 when it has ended."""
+    return int(_with_children(pid, _own_bytes))
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    try:
+        text = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:  # no Linux, or it has just ended
+        return int(process.memory_info().rss)
+    return 1024 * sum(int(size) for size in re.findall(r"^(?:RssAnon|RssShmem):\s+(\d+) kB$", text, re.MULTILINE))
+
+
+def _with_children(pid: int, measure: Callable[[psutil.Process], float]) -> float:
+    """The sum over a process and all below it; one that ends meanwhile does not count."""
     total = 0.0
-    process = psutil.Process()
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            times = one.cpu_times()
-        except psutil.Error:  # it has ended meanwhile
-            continue
-        total += times.user + times.system
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error, OSError):
+                total += measure(one)
     return total
 
 

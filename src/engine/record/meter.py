@@ -32,11 +32,6 @@ class Clock(Protocol):
         """True if it has done the last step."""
 
 
-def warm_up_steps(steps: int) -> int:
-    """Untimed steps at the start of a run, or of the rest of one: ten, but of a short one a quarter."""
-    return min(WARM_UP_STEPS, max(1, steps // 4))
-
-
 class Meter:
     """Times the training steps of one rank; evaluation and saving stand between `pause` and `resume`."""
 
@@ -67,12 +62,11 @@ class Meter:
         self.first_step_at: float | None = None  # time.time()
 
     def expect(self, steps: int) -> None:
-        """So many steps are to come: all of a run, or the rest of a resumed one. Called before the first of them."""
-        self._warm_up = self._untimed or warm_up_steps(steps)
+        """So many steps are to come: all of a run, or the rest of a resumed one. Called before the first of them.
 
-    def epoch_begins(self) -> None:
-        if self._steps_seen == 0:
-            self._mark = time.perf_counter()
+        Ten of them are untimed, but of a short run a quarter.
+        """
+        self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
 
     def pause(self) -> None:
         """Leave the time until `resume` out. Called between two steps."""
@@ -145,31 +139,25 @@ class Meter:
 
     def throughput(self) -> dict[str, Any]:
         """As result.json has it; see src/engine/record/result.py."""
-        rate, timed = self.images_per_step, self.seconds_timed
+        rate, steps, seconds = self.images_per_step, np.array(self._steps), np.array(self._seconds)
+        is_first = 2 * steps.cumsum() - steps <= self.steps_timed  # the middle of an interval says which half it is of
+
+        def step_ms(share: float) -> float | None:
+            """What `share` of the steps do not exceed; an interval of ten steps counts ten times."""
+            each = 1000 * seconds / steps
+            return float(np.quantile(each, share, weights=steps, method="inverted_cdf")) if len(each) else None
+
         return {
-            "images_per_sec": rate * self.steps_timed / timed if timed else None,
-            "step_ms": self._step_ms(0.5),
-            "step_ms_p95": self._step_ms(0.95),
+            "images_per_sec": rate * self.steps_timed / self.seconds_timed if self.seconds_timed else None,
+            "step_ms": step_ms(0.5),
+            "step_ms_p95": step_ms(0.95),
             "steps_timed": self.steps_timed,
             "seconds_timed": self.seconds_timed,
-            "halves": [rate * n / s if s else None for n, s in self._halves()],
+            "halves": [
+                float(rate * steps[half].sum() / seconds[half].sum()) if half.any() else None
+                for half in (is_first, ~is_first)
+            ],
         }
-
-    def _step_ms(self, share: float) -> float | None:
-        """What at least `share` of the steps do not exceed; an interval of ten steps counts ten times."""
-        if not self._steps:
-            return None
-        each = 1000 * np.array(self._seconds) / np.array(self._steps)
-        return float(np.quantile(each, share, weights=np.array(self._steps), method="inverted_cdf"))
-
-    def _halves(self) -> list[tuple[int, float]]:
-        """(steps, seconds) of the window's first half and of its second, cut between two intervals."""
-        first = seconds = 0.0
-        for duration, steps in zip(self._seconds, self._steps, strict=True):
-            if 2 * first + steps > self.steps_timed:  # the middle lies in its first half
-                break
-            first, seconds = first + steps, seconds + duration
-        return [(int(first), seconds), (self.steps_timed - int(first), self.seconds_timed - seconds)]
 
     def data_wait(self) -> float | None:
         """Share of the window spent waiting for data."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from src.engine.launch.job import job_command
 from src.engine.launch.supervisor import with_project_on_path
-from src.engine.machine import hardware, memory
+from src.engine.machine import hardware, usage
 from src.engine.machine.platform import KILL, WINDOWS, pass_on
 from src.engine.record.jobs import UNFINISHED, Job, now
 from src.engine.record.result import Result, read_result, write_result
@@ -151,7 +151,7 @@ class Process(Child):
 
     def held_bytes(self) -> int:
         assert self._process is not None
-        held = memory.held_by(self._process.pid)
+        held = usage.held_by(self._process.pid)
         self.peak_bytes = max(self.peak_bytes, held)
         return held
 

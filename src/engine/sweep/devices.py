@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from src.engine.machine import hardware, memory
+from src.engine.machine import hardware
 from src.engine.machine.process import die_with_parent
 from src.engine.sweep.packing import Need, Packing
 from src.schema import Config
@@ -74,7 +74,7 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
         return None
     if all_jobs.cluster.scheduler != "local":  # the nodes' memory is the scheduler's to give
         return int(asked)
-    free = memory.available()
+    free = hardware.available_memory()
     least = min(map(least_bytes, configs), default=LEAST_BYTES)
     fit = max(1, free // least)
     if int(asked) > fit:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from src.engine.config.compose import read_frozen
 from src.engine.launch.supervisor import signal_handlers
-from src.engine.machine import hardware, memory
+from src.engine.machine import hardware
 from src.engine.machine.lock import own
 from src.engine.record.jobs import Job, Jobs, now
 from src.engine.record.result import Result
@@ -152,7 +152,7 @@ class Runner:
         expected = max(self._largest, self._needs[job][1])
         held = [child.held_bytes() for child in self._children.values()]
         self._largest = max(self._largest, *held)
-        return memory.available() >= expected + sum(max(0, expected - bytes) for bytes in held)
+        return hardware.available_memory() >= expected + sum(max(0, expected - bytes) for bytes in held)
 
     def _look_at_memory(self) -> None:
         if self._packing.most != 1 and time.monotonic() - self._looked > LOOK_SECONDS:
