@@ -310,7 +310,9 @@ def test_more_cuda_devices_than_there_are_is_refused(
         ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),
+        ({**dict.fromkeys(NEEDED, "1"), "RANK": "²"}, ("RANK=²: not a whole number",)),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "1"}, ("RANK=1", "WORLD_SIZE=1")),
+        ({**dict.fromkeys(NEEDED, "2"), "RANK": "1"}, ("LOCAL_RANK=2: not below LOCAL_WORLD_SIZE=2",)),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_PROCID: missing", "srun --ntasks=N")),
     ],
 )

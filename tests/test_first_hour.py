@@ -9,19 +9,27 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import Train, in_ranks, resolved
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from scripts.maintain.install import settings_for_uv
 from src.engine.launch.rank import Stdout
 from src.engine.machine.ranks import Ranks
 from src.engine.record.console import Console, print_config
+from src.engine.record.jobs import Jobs
 from src.engine.record.result import Result
+from src.engine.sweep.board import Board, show_points
+from src.engine.sweep.packing import Packing
+from src.engine.sweep.points import Point
 from src.parallel.unused import unused_parameters
+from src.run.plan_table import show
 from src.run.proof import show_end
+from src.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,6 +96,12 @@ def test_the_config_is_shown_where_it_differs(capsys: pytest.CaptureFixture[str]
 def test_what_a_terminal_takes_for_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
     assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
+    Board(Jobs(Path(), "", []), Packing({"cpu": ["0"]})).say("a:b:c [/x]")
+    show_points([Point(["x=a:b:c"], "0", OmegaConf.create(), Config(), "[/x]")], lambda data: None)
+    refused = SimpleNamespace(bytes=None, devices=2, reason="a:b:c [/x]", warnings=[])
+    show([refused])  # type: ignore[list-item]
+    said = capsys.readouterr().out
+    assert said.count("a:b:c") == 3 and said.count("[/x]") == 3, said
 
 
 @pytest.mark.parametrize(

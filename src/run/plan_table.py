@@ -11,7 +11,7 @@ COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps"
 
 
 def show(plans: list[Plan]) -> None:
-    console = Console(width=None if Console().is_terminal else 200)
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
     table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
     for one in plans:
         if one.bytes is None:
@@ -40,7 +40,7 @@ def show(plans: list[Plan]) -> None:
         )
     for one in plans:
         for warning in one.warnings:
-            console.print(f"{one.devices} devices: {warning}", highlight=False, markup=False)
+            console.print(f"{one.devices} devices: {warning}", highlight=False)
 
 
 def mebibytes(size: int) -> str:

@@ -81,22 +81,18 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
             f"{marks[0]}={environment[marks[0]]}: set in the environment, but {', '.join(missing)} not; "
             "start ranks with torchrun, or unset it"
         )
-    values = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if not environment[name].isdigit():
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in numbers:
+        if not environment[name].isdecimal():
             raise ValueError(f"{name}={environment[name]}: not a whole number; start ranks with torchrun, or unset it")
-        values[name.lower()] = int(environment[name])
-    if values["rank"] >= values["world_size"] or values["local_rank"] >= values["local_world_size"]:
-        raise ValueError(
-            f"RANK={values['rank']}: not below WORLD_SIZE={values['world_size']}; start ranks with torchrun"
-        )
-    local = values["local_world_size"]
-    return Ranks(
-        **values,
-        restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        node=int(environment.get("GROUP_RANK", values["rank"] // local)),
-        nodes=int(environment.get("GROUP_WORLD_SIZE", -(-values["world_size"] // local))),
-    )
+    rank, world_size, local_rank, local = (int(environment[name]) for name in numbers)
+    for name, place, count in (("", rank, world_size), ("LOCAL_", local_rank, local)):
+        if place >= count:
+            raise ValueError(f"{name}RANK={place}: not below {name}WORLD_SIZE={count}; start ranks with torchrun")
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    node = int(environment.get("GROUP_RANK", rank // local))
+    nodes = int(environment.get("GROUP_WORLD_SIZE", -(-world_size // local)))
+    return Ranks(rank, world_size, local_rank, local, restarts, node, nodes)
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
@@ -104,7 +100,7 @@ def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
-    wrong = [name for name in names if not environment.get(name, "").isdigit()]
+    wrong = [name for name in names if not environment.get(name, "").isdecimal()]
     counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if wrong or not counts:
         raise ValueError(

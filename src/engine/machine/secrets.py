@@ -60,9 +60,7 @@ def held_by(text: str) -> str | None:
 
 def hide(text: str) -> str:
     """`text` without the values of secret environment variables."""
-    for name, value in _secrets():
-        text = text.replace(value, reference(name))
-    return text
+    return str(_hide_in(text, _secrets()))
 
 
 def hide_in(tree: Any) -> Any:

@@ -22,33 +22,26 @@ class Console:
     """Rank 0's console; on other ranks it is silent. A context, so that the progress bar is taken down on errors."""
 
     def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
-        self._bar: Progress | None = None
-        self._total, self._first = total_steps, first_step
         rich = RichConsole()
-        if enabled and rich.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=rich, transient=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        numbers = TextColumn("{task.fields[numbers]}")
+        shown = enabled and rich.is_terminal
+        self._bar = Progress(*columns, numbers, console=rich, transient=True, disable=not shown)
+        self._task = self._bar.add_task("steps", total=total_steps, completed=first_step, numbers="")
 
     def __enter__(self) -> Console:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("steps", total=self._total, completed=self._first, numbers="")
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def step(self, step: int, loss: float, images_per_sec: float | None) -> None:
-        if self._bar is not None:
-            speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
-            self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
+        speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
+        self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
     def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
         """`items` as they are; while they are taken, the bar counts them instead of the steps."""
-        if self._bar is None:
-            yield from items
-            return
         self._bar.update(self._task, visible=False)
         task = self._bar.add_task(what, total=total, numbers="")
         try:

@@ -36,7 +36,7 @@ class Board:
 
     def __init__(self, jobs: Jobs, packing: Packing) -> None:
         self._jobs, self._packing = jobs, packing
-        self._console = Lines(soft_wrap=True, markup=False, highlight=False)
+        self._console = Lines(soft_wrap=True, markup=False, emoji=False, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._updated = 0.0
         self._began = time.monotonic()
@@ -154,4 +154,4 @@ def show_points(points: list[Point], training_size: Callable[[DataConfig], int |
         table.add_row(
             str(number), " ".join(point.overrides), str(batch), per_device, f"{config.learning_rate:g}", steps, "yes"
         )
-    Console(width=None if Console().is_terminal else 200, markup=False).print(table)
+    Console(width=None if Console().is_terminal else 200, markup=False, emoji=False).print(table)
