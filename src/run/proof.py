@@ -18,7 +18,6 @@ import torch
 
 from src.engine.machine.process import process_started_at
 from src.engine.machine.ranks import host_name
-from src.engine.record.console import banner
 from src.engine.record.result import Result
 from src.models.build import count_parameters
 from src.run.build import Run
@@ -52,8 +51,10 @@ def prove_start(run: Run) -> Proof:
 
 
 def show_banner(run: Run, folder: Path) -> None:
+    """A few aligned lines: what runs, where, on what."""
     if run.strategy.is_first:
-        banner(_facts(run, folder))
+        for name, fact in _facts(run, folder).items():
+            log.info("%8s  %s", name, fact)
 
 
 def _facts(run: Run, folder: Path) -> dict[str, str]:

@@ -1,8 +1,7 @@
-"""What a person sees: a banner, lines, and below them one progress bar. Lines alone when the output is not a terminal."""
+"""What a person sees beside the log's lines: the config, and one progress bar below them where the output is a terminal."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ from rich.tree import Tree
 from src.engine.machine.secrets import hide_in
 from src.schema import Config
 
-log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
@@ -69,10 +67,3 @@ def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
             _grow(tree.add(str(key)), value, defaults.get(key) or {})
         else:
             tree.add(f"{key}: {'null' if value is None else value}")
-
-
-def banner(facts: dict[str, str]) -> None:
-    """A few aligned lines: what runs, where, on what."""
-    width = max(map(len, facts))
-    for name, fact in facts.items():
-        log.info("%s  %s", name.rjust(width), fact)
