@@ -22,14 +22,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.read(argv)
 
-    from src.run.plan import plan
+    from src.run.plan import plan, show
 
     plans = plan(arguments.overrides, arguments.devices)
     if arguments.json:
         print(json.dumps([one.as_json() for one in plans], indent=2))
     else:
-        from src.run.plan_table import show
-
         show(plans)
     return 0
 

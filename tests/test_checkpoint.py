@@ -22,7 +22,7 @@ import train as entry
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.parallel import build_strategy
-from src.run.build import Run, build
+from src.run.build import Run
 from src.training import checkpoint
 from src.training.state import Progress
 
@@ -35,7 +35,7 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
-    run = build(config, strategy, ranks.local_world_size)
+    run = Run(config, strategy)
     images, labels = next(run.train.epoch(0))
     run.state.wrapped(images, labels).backward()
     run.state.optimizer.step()

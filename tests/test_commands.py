@@ -29,7 +29,7 @@ from src.engine.config.resolve import resolve
 from src.engine.machine.ranks import Ranks
 from src.engine.sweep.points import expand
 from src.parallel import build_strategy
-from src.run.build import build
+from src.run.build import Run
 from src.schema import ResolvedConfig, SearchConfig, SweepConfig, as_resolved, is_timm_dataset
 from src.training.loop import train_epoch
 
@@ -168,7 +168,7 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, ranks, store)
     try:
-        run = build(config, strategy, ranks.local_world_size)
+        run = Run(config, strategy)
         batches = run.train.epoch(0)
         reports = list(train_epoch(run.state, batches, config, strategy, run.moments, run.steps_per_epoch, run.mixing))
         images, _ = next(iter(run.evaluation["val"]))

@@ -26,7 +26,7 @@ def wait_for(what: Callable[[], bool], seconds: float = 10) -> None:
 
 
 def idle_teams() -> int:
-    return sum(thread.name == "idle team" for thread in threading.enumerate())
+    return sum(thread.name.startswith("idle team") for thread in threading.enumerate())
 
 
 def test_teams_come_while_threads_wait_and_go_when_they_do_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.distributed import Distributed
-from src.run.drift import hash_at_end
+from src.run.proof import prove_end
 
 
 def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[str, list[str]] | str:
@@ -27,7 +27,7 @@ def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Distributed, "kind_of_device", kinds[ranks.rank])
         try:
-            return hash_at_end(model, strategy)
+            return prove_end(model, strategy)
         except RuntimeError as error:
             return str(error)
         finally:

@@ -26,8 +26,8 @@ from src.engine.record.result import Result
 from src.engine.sweep.board import Board, show_points
 from src.engine.sweep.packing import Packing
 from src.engine.sweep.points import Point
-from src.parallel.unused import unused_parameters
-from src.run.plan_table import show
+from src.parallel.reporting import unused_parameters
+from src.run.plan import show
 from src.run.proof import show_end
 from src.schema import Config
 

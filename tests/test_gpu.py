@@ -8,7 +8,7 @@ from conftest import Train, resolved
 
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
-from src.run.build import build
+from src.run.build import Run
 from src.schema import ResolvedConfig
 from src.training.loop import train_epoch
 from src.training.metrics import evaluate
@@ -62,7 +62,7 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     """(the loss of every step of an epoch, that of the evaluation after it)."""
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build(config, strategy, 1)
+    run = Run(config, strategy)
     assert strategy.measured_world_size() == config.parallel.devices
     steps = train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, run.steps_per_epoch, run.mixing)
     losses = [report.loss for report in steps]

@@ -18,7 +18,7 @@ from src.engine.record.guard import flags, guard
 from src.engine.record.result import read_result
 from src.parallel import build_strategy
 from src.parallel.distributed import Distributed
-from src.parallel.reducer import TimedParallel
+from src.parallel.reporting import ReportingParallel
 from src.run.lifecycle import run
 
 QUIET: dict[str, Any] = {
@@ -139,7 +139,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     assert isinstance(strategy, Distributed)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity()) for _ in range(blocks)]
     wrapped = strategy.wrap(nn.Sequential(*layers), nn.CrossEntropyLoss(), None)
-    assert isinstance(wrapped, TimedParallel)
+    assert isinstance(wrapped, ReportingParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
         """Of another thread, as communication is: what the hook itself sleeps holds up the backward pass."""

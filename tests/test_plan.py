@@ -16,7 +16,7 @@ from torch.profiler import profile
 from scripts import plan as plan_script
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
-from src.run.build import build
+from src.run.build import Run
 from src.run.plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def test_bytes_are_those_that_a_step_allocates(overrides: tuple[str, ...]) -> No
     planned = one("parallel=single", *overrides).bytes
     assert planned is not None
     torch.manual_seed(0)
-    parts = build(config, build_strategy(config.parallel, Ranks(), None), 1)
+    parts = Run(config, build_strategy(config.parallel, Ranks(), None))
     trainee = parts.state
     images, labels = next(parts.train.epoch(0))
     targets = parts.mixing(images, labels)[1] if parts.mixing else labels

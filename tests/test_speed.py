@@ -27,7 +27,7 @@ from src.models.build import build_ema
 from src.parallel import build_strategy
 from src.parallel.distributed import has_only_batch_norm_buffers
 from src.parallel.forward import set_matmul_precision
-from src.run.build import build
+from src.run.build import Run
 from src.run.lifecycle import Training
 from src.schema import EmaConfig
 from src.training.loop import train_epoch
@@ -73,7 +73,7 @@ def looks(steps: int, *overrides: str) -> int:
         *overrides,
     )
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build(config, strategy, 1)
+    run = Run(config, strategy)
     with Looks() as found:
         for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, steps, run.mixing):
             pass
@@ -260,7 +260,7 @@ def test_a_steady_step_never_synchronises_with_the_gpu(accelerator: str) -> None
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *BUSY, "train.precision=bf16", "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build(config, strategy, 1)
+    run = Run(config, strategy)
 
     def train(boundary: int, progress: Progress) -> None:
         """To the boundary, and no further."""

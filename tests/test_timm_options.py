@@ -19,7 +19,7 @@ from src.data.datasets import build_images
 from src.engine.machine.ranks import Ranks
 from src.models.build import preprocessing_for
 from src.parallel import build_strategy
-from src.run.build import build
+from src.run.build import Run
 from src.schema import DataConfig, ResolvedConfig
 from src.training.loop import train_epoch
 
@@ -117,7 +117,7 @@ def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -
     own = None if store is None else torch.distributed.PrefixStore(option, store)
     spread = build_strategy(config.parallel, ranks, own)
     try:
-        run = build(config, spread, ranks.local_world_size)
+        run = Run(config, spread)
         state, config.train.log_every = run.state, 1
         steps = train_epoch(state, run.train.epoch(0), config, spread, run.moments, run.steps_per_epoch, run.mixing)
         losses = [report.loss for report in steps]
@@ -269,10 +269,10 @@ def test_what_a_constructor_refuses_names_the_key(words: tuple[str, ...], said: 
     config = resolved("parallel=single", "parallel.accelerator=cpu", *words)
     strategy = build_strategy(config.parallel, Ranks(), None)
     if said is None:
-        build(config, strategy, 1)
+        Run(config, strategy)
         return
     with pytest.raises(ValueError, match=said) as refusal:
-        build(config, strategy, 1)
+        Run(config, strategy)
     assert "\n" not in str(refusal.value)
 
 
@@ -300,7 +300,7 @@ def test_a_fault_inside_a_class_of_your_own_keeps_its_traceback(
     config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
     strategy = build_strategy(config.parallel, Ranks(), None)
     with pytest.raises(type(fault)) as raised:
-        build(config, strategy, 1)
+        Run(config, strategy)
     assert raised.value is fault
 
 

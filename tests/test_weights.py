@@ -112,9 +112,9 @@ def test_a_damaged_file_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
 
 def test_training_starts_from_them(finished_run: Finished) -> None:
     """The whole way from the config: a fine-tuned model's first loss is that of the weights, not of a fresh model."""
-    from src.run.build import build
+    from src.run.build import Run
 
     path = finished_run.folder / "checkpoints" / "last.pt"
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")
-    run = build(config, build_strategy(config.parallel, Ranks(), None), 1)
+    run = Run(config, build_strategy(config.parallel, Ranks(), None))
     assert is_equal(run.state.model, torch.load(path, weights_only=True)["model"])

@@ -26,7 +26,7 @@ from src.engine.config.resolve import resolve
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.run.build import Run, build
+from src.run.build import Run
 from src.schema import ResolvedConfig
 from src.training import checkpoint
 from src.training.metrics import evaluate
@@ -40,7 +40,7 @@ def prepare(*words: str) -> tuple[ResolvedConfig, Single, Run]:
     machine = ("parallel=single", "parallel.accelerator=cpu", "parallel.threads_per_device=1", "data=synthetic")
     config = resolve(compose_command(get_args_parser().parse_args([*machine, *words])).config)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    return config, strategy, build(config, strategy, 1)
+    return config, strategy, Run(config, strategy)
 
 
 def seconds(what: Callable[[], object]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -11,17 +9,6 @@ class DeviceClock:
     """A CUDA device, or Apple's GPU: an event after every step says how far it is, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._step_done: Any = torch.cuda.Event() if device.type == "cuda" else torch.mps.Event()
-
-    def wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        else:
-            torch.mps.synchronize()
-
-    def step_ends(self) -> None:
-        self._step_done.record()
-
-    def is_idle(self) -> bool:
-        return bool(self._step_done.query())
+        module = torch.get_device_module(device)
+        event = module.Event()
+        self.wait, self.step_ends, self.is_idle = module.synchronize, event.record, event.query

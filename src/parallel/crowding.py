@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,7 @@ class Crowding(threading.Thread):
         """`threads`: of a team, as given to torch.set_num_threads."""
         super().__init__(name="crowding", daemon=True)
         self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1  # more threads than cores, with our own
-        self.idle: list[IdleTeam] = []
+        self.idle: list[ThreadPoolExecutor] = []
         self._waited, self._look_seconds = waited, look_seconds
         self._over = threading.Event()
 
@@ -77,27 +78,17 @@ class Crowding(threading.Thread):
             before, looked_at = waited, now
             crowded, calm = crowded + 1 if share > CROWDED else 0, calm + 1 if share < CALM else 0
             if crowded >= CROWDED_LOOKS and not self.idle:
-                self.idle = [IdleTeam() for _ in range(self.teams_wanted)]
+                self.idle = [idle_team() for _ in range(self.teams_wanted)]
             elif calm >= CALM_LOOKS:
                 self._end_teams()
 
     def _end_teams(self) -> None:
         while self.idle:
-            self.idle.pop().end()
+            self.idle.pop().shutdown()
 
 
-class IdleTeam(threading.Thread):
-    """A thread that has once computed in parallel, and with that a team of its own, which lives as long as it does."""
-
-    def __init__(self) -> None:
-        super().__init__(name="idle team", daemon=True)
-        self._over = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        torch.ones(2**20).add_(1)  # large enough to be shared out
-        self._over.wait()
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
+def idle_team() -> ThreadPoolExecutor:
+    """A thread that has once computed in parallel, and with that has a team of its own, which lives as long as it does."""
+    team = ThreadPoolExecutor(1, "idle team")
+    team.submit(lambda: torch.ones(2**20).add_(1))  # large enough to be shared out
+    return team

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
-from src.parallel.forward import Autocast, ModelAndLoss
-from src.parallel.single import Criterion, Single
+from src.parallel.forward import Autocast, Criterion, ModelAndLoss
+from src.parallel.single import Single
 from src.schema import ResolvedParallel
 
 
@@ -35,7 +35,6 @@ class DataParallelStrategy(Single):
         self.generators = [torch.Generator() for _ in self.devices]  # of replicas that are threads on a CPU
 
     def _choose_devices(self) -> list[torch.device]:
-        self._refuse_blind_torch()
         count = self.config.devices
         if self.config.accelerator == "cuda":
             return [torch.device("cuda", index) for index in self.config.device_ids or range(count)]
@@ -152,21 +151,15 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
     def __init__(self, module: nn.Module, generators: Sequence[torch.Generator], threads: int, dim: int) -> None:
         nn.Module.__init__(self)  # not DataParallel's: it looks for GPUs, and finding none forgets the rest
-        self.module, self.dim = module, dim
-        self.generators, self.num_replicas = generators, len(generators)
+        self.module, self.dim, self.generators = module, dim, generators
+        self.device_ids, self.output_device, self.src_device_obj = list(range(len(generators))), 0, torch.device("cpu")
         self._draws, self._turn = True, threading.Lock()
         self._pool = ThreadPoolExecutor(len(generators), "replica", torch.set_num_threads, (threads,))
 
-    def forward(self, *inputs: Tensor) -> Any:
-        if self.num_replicas == 1:
-            return self.module(*inputs)
-        chunks, _ = self.scatter(inputs, {}, range(self.num_replicas))
-        replicas = self.replicate(self.module, range(len(chunks)))
-        return self.gather(self.parallel_apply(replicas, chunks, None), 0)
-
     def scatter(self, inputs: Sequence[Tensor], kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """(a tuple of inputs for each replica, no keyword arguments)."""
-        return list(zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True)), []
+        chunks = list(zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True))
+        return chunks, [{} for _ in chunks]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """Copies whose parameters are clones that pass gradients back; the first keeps the module's own buffers.

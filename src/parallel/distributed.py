@@ -16,11 +16,10 @@ from torch.distributed import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from src.engine.machine.ranks import Ranks
-from src.parallel.compressed import Sent, compress
-from src.parallel.forward import ModelAndLoss
+from src.parallel.forward import Criterion, ModelAndLoss
 from src.parallel.packing import as_bytes, pack, unpack
-from src.parallel.reducer import Communicated, TimedParallel, communicated, per_step
-from src.parallel.single import Criterion, Single
+from src.parallel.reporting import ReportingParallel
+from src.parallel.single import Single
 from src.parallel.stopping import Stopping
 from src.schema import ResolvedParallel
 
@@ -31,10 +30,6 @@ def has_only_batch_norm_buffers(model: nn.Module) -> bool:
     """True if rank 0's need not be sent in every step: training does not read BatchNorm's, and evaluation shares them first."""
     having = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
     return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in having)
-
-
-# The second is its name up to torch 2.13.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Distributed(Single):
@@ -52,8 +47,7 @@ class Distributed(Single):
             timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
             device_id=self.device if config.backend == "nccl" else None,
         )
-        self._sent: Sent | None = None
-        self._at_warm = Communicated()  # when the timed steps began
+        self._at = self.device if config.backend == "nccl" else torch.device("cpu")  # what is sent must be there
         own = PrefixStore("stopping", store.clone())  # a client of its own: waiting on one blocks its other users
         self.stopping = Stopping(ranks.rank, ranks.world_size, own)
 
@@ -62,7 +56,6 @@ class Distributed(Single):
         return dist.get_backend()
 
     def _choose_devices(self) -> list[torch.device]:
-        self._refuse_blind_torch()
         if self.config.accelerator != "cuda":
             return [torch.device("cpu")]
         index = self.config.device_ids[self.local_rank] if self.config.device_ids else self.local_rank
@@ -76,11 +69,8 @@ class Distributed(Single):
             options = {"forward_sync_buffers" if k == "broadcast_buffers" else k: v for k, v in options.items()}
         if self.device.type == "cuda":
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
-        wrapped = TimedParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
-        if self.config.comm_hook is not None:
-            self._sent = Sent(self.config.comm_hook)
-            wrapped.register_comm_hook(self._sent, compress)
-        wrapped.sample_every(1 if self.device.type == "cpu" else 10)  # on a GPU a sample waits for the step before
+        wrapped = ReportingParallel(ModelAndLoss(model, criterion, self.device.type, autocast), **options)
+        wrapped.report(self.config.comm_hook)
         return wrapped
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
@@ -94,38 +84,34 @@ class Distributed(Single):
 
     def gather(self, value: Any) -> list[Any]:
         """As JSON: torch's all_gather_object would unpickle whatever the other end of a connection sends."""
-        device = self.device if self.config.backend == "nccl" else torch.device("cpu")
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=device)
-        all_gather(sizes, torch.tensor([own.numel()], device=device))
-        longest = int(sizes.max())
-        texts = torch.empty(self.world_size * longest, dtype=torch.uint8, device=device)
-        all_gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())))
-        rows = zip(texts.view(self.world_size, longest).cpu().numpy(), sizes.tolist(), strict=True)
-        return [json.loads(row[:size].tobytes()) for row, size in rows]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._at)
+        sizes = self._rows(torch.tensor([len(own)], device=self._at)).flatten()
+        texts = self._rows(nn.functional.pad(own, (0, int(sizes.max()) - len(own)))).cpu().numpy()
+        return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes.tolist(), strict=True)]
+
+    def _rows(self, own: Tensor) -> Tensor:
+        """[ranks, ...]: every rank's `own`, which is of the same shape on all."""
+        rows = own.new_empty(self.world_size, *own.shape)
+        dist.all_gather(list(rows), own)
+        return rows
 
     def share_state(self, state: Any) -> Any:
         """Its shape as JSON, then each tensor's bytes: nothing is unpickled. Rank 0 gets its own back."""
         tensors: list[Tensor] = []
-        text = json.dumps(pack(state, tensors)).encode() if self.rank == 0 else b""
-        device = self.device if self.config.backend == "nccl" else torch.device("cpu")
-        size = torch.tensor([len(text)], device=device)
-        dist.broadcast(size, src=0)
-        shape = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8).to(device)
-        dist.broadcast(shape, src=0)
+        shape = self.gather(pack(state, tensors) if self.is_first else None)[0]
         for tensor in tensors:
             if tensor.numel():
-                dist.broadcast(as_bytes(tensor.to(device).contiguous()), src=0)
-        if self.rank == 0:
+                dist.broadcast(as_bytes(tensor.to(self._at).contiguous()), src=0)
+        if self.is_first:
             return state
 
         def receive(dtype: torch.dtype, size: list[int]) -> Tensor:
-            tensor = torch.empty(size, dtype=dtype, device=device)
+            tensor = torch.empty(size, dtype=dtype, device=self._at)
             if tensor.numel():
                 dist.broadcast(as_bytes(tensor), src=0)
             return tensor.cpu()  # as rank 0 has it: loading copies to the device what belongs there
 
-        return unpack(json.loads(shape.cpu().numpy().tobytes()), receive)
+        return unpack(shape, receive)
 
     def share_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
@@ -139,10 +125,7 @@ class Distributed(Single):
         own = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if self.config.dist_bn != "reduce" or not own:
             return None
-        size = sum(buffer.numel() for buffer in own)
-        rows = torch.empty(self.world_size * size, device=self.device)
-        all_gather(rows, torch.cat(own).float())
-        return rows.view(self.world_size, size)
+        return self._rows(torch.cat(own).float())
 
     def restore_own_buffers(self, model: nn.Module, by_rank: Tensor | None) -> None:
         if by_rank is None or len(by_rank) != self.world_size:
@@ -175,15 +158,13 @@ class Distributed(Single):
         return f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
 
     def window_opens(self, wrapped: nn.Module) -> None:
-        if isinstance(wrapped, TimedParallel):
-            self._at_warm = communicated(wrapped)
+        if isinstance(wrapped, ReportingParallel):
+            wrapped.window_opens()
 
     def communication_seconds(self, wrapped: nn.Module) -> tuple[float, float] | None:
         if self.world_size == 1:
             return 0.0, 0.0
-        if not isinstance(wrapped, TimedParallel):
-            return None
-        return per_step(self._at_warm, communicated(wrapped), self.device.type == "cpu")
+        return wrapped.seconds_per_step() if isinstance(wrapped, ReportingParallel) else None
 
     def communication_bytes(self, model: nn.Module, wrapped: nn.Module, accumulate: int) -> tuple[int, int]:
         """The gradients, all-reduced once per step in a ring: every rank sends 2 (n - 1) / n of them. Buffers once.
@@ -192,9 +173,11 @@ class Distributed(Single):
         doi:10.1016/j.jpdc.2008.09.002.
         """
         others = self.world_size - 1
+        if not others:
+            return 0, 0
         gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        if self._sent is not None:
-            gradients = self._sent.bytes_per_step
-        shared = getattr(wrapped, "forward_sync_buffers", getattr(wrapped, "broadcast_buffers", False))
-        buffers = sum(buffer.nbytes for buffer in model.buffers()) if shared and others else 0
-        return gradients if others else 0, 2 * others * gradients // self.world_size + buffers
+        if (compressed := getattr(wrapped, "compressed", None)) is not None:
+            gradients = compressed.bytes // max(1, compressed.steps)
+        shared = getattr(wrapped, "broadcast_buffers", False)
+        buffers = sum(buffer.nbytes for buffer in model.buffers()) if shared else 0
+        return gradients, 2 * others * gradients // self.world_size + buffers

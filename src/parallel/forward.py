@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
 
 class Autocast(nn.Module):
     """`model` under autocast. A module, because inside DataParallel replicas the autocast dtype is per thread."""
@@ -27,13 +29,7 @@ class Autocast(nn.Module):
 class ModelAndLoss(nn.Module):
     """Maps images [B, C, H, W] and targets [B] or [B, classes] to a scalar loss."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        device_type: str,
-        autocast: torch.dtype | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, criterion: Criterion, device_type: str, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.model = Autocast(model, device_type, autocast)
         self.criterion = criterion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,13 @@ from src.engine.machine.platform import peak_memory
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
 from src.parallel.crowding import give_way
-from src.parallel.forward import Autocast, ModelAndLoss
+from src.parallel.forward import Autocast, Criterion, ModelAndLoss
+from src.parallel.packing import as_bytes
 from src.parallel.stopping import Stopping
 from src.schema import ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class Single:
@@ -36,11 +35,16 @@ class Single:
         """`store`: where the ranks meet; None for one process."""
         self.config, self.kind = config, config.strategy
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.local_rank, self.node = ranks.local_rank, ranks.node
+        self.local_rank, self.local_world_size, self.node = ranks.local_rank, ranks.local_world_size, ranks.node
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
             give_way(config.threads_per_device)
+        elif config.accelerator == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: the driver is probably older "
+                f"than CUDA {torch.version.cuda} needs; update it, install a torch built for it, or set parallel.accelerator=cpu"
+            )
         self.devices = self._choose_devices()
         self.device = self.devices[0]
         self.stopping = Stopping()
@@ -67,15 +71,7 @@ class Single:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else cpu_model()
 
     def _choose_devices(self) -> list[torch.device]:
-        self._refuse_blind_torch()
         return [torch.device("cuda:0" if self.config.accelerator == "cuda" else self.config.accelerator)]
-
-    def _refuse_blind_torch(self) -> None:
-        if self.config.accelerator == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(
-                f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: the driver is probably older "
-                f"than CUDA {torch.version.cuda} needs; update it, install a torch built for it, or set parallel.accelerator=cpu"
-            )
 
     def wrap(self, model: nn.Module, criterion: Criterion, autocast: torch.dtype | None) -> nn.Module:
         """Spread `model`: a module that maps (images, targets) to the mean loss of this process's batch, on `device`.
@@ -156,9 +152,7 @@ class Single:
         """(rank 0's hash of all parameters, True if all ranks have the same)."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(
-                self.whole(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            digest.update(as_bytes(self.whole(parameter.detach()).cpu().contiguous()).numpy())
         hashes = self.gather(digest.hexdigest()[:16])
         return hashes[0], len(set(hashes)) == 1
 

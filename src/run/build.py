@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,69 +23,35 @@ from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timm_dataset
 from src.training.metrics import check_metric
 from src.training.moments import Moments
-from src.training.objective import Mixing, build_criterion, build_mixing
+from src.training.objective import build_criterion, build_mixing
 from src.training.optim import build_optimizer, build_schedule
 from src.training.profile import ProfiledMoments
 from src.training.state import TrainState, count_steps
 
 
-@dataclass
 class Run:
     """The parts of a run on this rank, and the newest numbers of its evaluations."""
 
-    config: ResolvedConfig
-    strategy: Single
-    images: Images
-    preprocessing: Preprocessing
-    train: TrainLoader
-    evaluation: dict[str, Loader]  # val, and test where the data has it
-    state: TrainState
-    mixing: Mixing | None
-    moments: Moments
-    autocast: torch.dtype | None  # None: float32 throughout
-    steps_per_epoch: int  # optimizer steps, each of train.accumulate global batches; what is left over is dropped
-    total_steps: int  # optimizer steps of the whole training, those before a resume included
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> those of its newest evaluation
-    confusions: dict[str, torch.Tensor] = field(default_factory=dict)  # the same
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.images.class_names)
+    def __init__(self, config: ResolvedConfig, strategy: Single) -> None:
+        self.config, self.strategy = config, strategy
+        self.images, self.preprocessing, model, self.evaluation = build_evaluation(config, strategy)
+        self.num_classes = len(self.images.class_names)
+        self.train = _build_train(config, self.images, self.preprocessing, strategy)
+        # Optimizer steps, each of train.accumulate global batches; those before a resume are in the total.
+        self.steps_per_epoch, self.total_steps = count_steps(config.train, self.train.batches_per_epoch)
+        refuse(profile_rules(config.train, self.total_steps))
+        check_metric(config.checkpoint.metric, self.num_classes)
+        self.autocast = AUTOCAST[config.train.precision]
+        self.state = _build_state(config, model, strategy, self.autocast, self.steps_per_epoch)
+        outputs = config.model.num_classes or self.num_classes
+        self.mixing = build_mixing(config.data.augment, config.train.smoothing, outputs, config.seed, strategy.rank)
+        self.moments = _build_moments(config, strategy, self.state, self.total_steps)
+        self.numbers: dict[str, dict[str, Any]] = {}  # split -> those of its newest evaluation
+        self.confusions: dict[str, torch.Tensor] = {}  # the same
 
     @property
     def epochs_done(self) -> float:
         return self.state.progress.epoch + self.state.progress.step_in_epoch / self.steps_per_epoch
-
-
-def build(config: ResolvedConfig, strategy: Single, local_world_size: int) -> Run:
-    """Build the parts of a run."""
-    images, preprocessing, model, evaluation = build_evaluation(config, strategy, local_world_size)
-    train = _build_train(config, images, preprocessing, strategy, local_world_size)
-    steps_per_epoch, total_steps = count_steps(config.train, train.batches_per_epoch)
-    refuse(profile_rules(config.train, total_steps))
-    num_classes, autocast = len(images.class_names), AUTOCAST[config.train.precision]
-    check_metric(config.checkpoint.metric, num_classes)
-    state = _build_state(config, model, strategy, autocast, steps_per_epoch)
-    return Run(
-        config=config,
-        strategy=strategy,
-        images=images,
-        preprocessing=preprocessing,
-        train=train,
-        evaluation=evaluation,
-        state=state,
-        mixing=build_mixing(
-            config.data.augment,
-            config.train.smoothing,
-            config.model.num_classes or num_classes,
-            config.seed,
-            strategy.rank,
-        ),
-        moments=_build_moments(config, strategy, state, total_steps),
-        autocast=autocast,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-    )
 
 
 def _build_moments(config: ResolvedConfig, strategy: Single, state: TrainState, total_steps: int) -> Moments:
@@ -125,7 +90,7 @@ def _build_state(
 
 
 def build_evaluation(
-    config: ResolvedConfig, strategy: Single, local_world_size: int = 1
+    config: ResolvedConfig, strategy: Single
 ) -> tuple[Images, Preprocessing, torch.nn.Module, dict[str, Loader]]:
     """(dataset, what its images go through, model with fresh weights, this rank's loaders of val and test)."""
     set_matmul_precision(config.train.precision)
@@ -143,13 +108,11 @@ def build_evaluation(
             transform = None if isinstance(split, InMemory) else evaluation_transform(preprocessing)
             reader = Reader(split, len(images.class_names), transform, config.seed, config.data.on_error)
             requests = EvaluationRequests(len(split), config.global_batch, strategy.rank, strategy.world_size)
-            loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, local_world_size))
+            loaders[name] = Loader(reader, requests, feed, num_workers(config.data, split, strategy.local_world_size))
     return images, preprocessing, model, loaders
 
 
-def _build_train(
-    config: ResolvedConfig, images: Images, preprocessing: Preprocessing, strategy: Single, local_world_size: int
-) -> TrainLoader:
+def _build_train(config: ResolvedConfig, images: Images, preprocessing: Preprocessing, strategy: Single) -> TrainLoader:
     split = images.train
     size = config.data.image_size or images.image_size or preprocessing.input_size[-1]
     transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
@@ -163,12 +126,7 @@ def _build_train(
         config.train.accumulate,
     )
     reader = Reader(
-        split,
-        len(images.class_names),
-        transform,
-        config.seed,
-        config.data.on_error,
-        substitutes=requests.num_images,
+        split, len(images.class_names), transform, config.seed, config.data.on_error, substitutes=requests.num_images
     )
     feed = DeviceFeed(strategy.device, preprocessing, config.model.channels_last)
-    return TrainLoader(reader, requests, feed, num_workers(config.data, split, local_world_size))
+    return TrainLoader(reader, requests, feed, num_workers(config.data, split, strategy.local_world_size))

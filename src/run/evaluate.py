@@ -43,7 +43,7 @@ def evaluate_config(
         if folder is not None:
             path, contents = checkpoint.load_from_run(folder, which)
             _prepare_as_trained(config, contents)
-        images, _, model, loaders = build_evaluation(config, strategy, ranks.local_world_size)
+        images, _, model, loaders = build_evaluation(config, strategy)
         for loader in loaders.values():
             on_close.callback(loader.close)
         if folder is None:

@@ -22,9 +22,9 @@ from src.engine.record.console import Console, print_config
 from src.engine.record.recorder import Recorder
 from src.engine.record.result import write_result
 from src.parallel import build_strategy
-from src.run.build import build
-from src.run.drift import hash_at_end
-from src.run.proof import make_result, prove_start, show_banner, show_end
+from src.run.build import Run
+from src.run.proof import prove_end, prove_start, show_banner, show_end
+from src.run.result import make_result
 from src.schema import ResolvedConfig
 from src.training import checkpoint
 from src.training.determinism import use_deterministic_algorithms
@@ -65,7 +65,7 @@ class Training:
         if config.train.deterministic:
             use_deterministic_algorithms()
         self.strategy = build_strategy(config.parallel, ranks, store)
-        self.run = build(config, self.strategy, ranks.local_world_size)
+        self.run = Run(config, self.strategy)
         self.state = self.run.state
         self.saved_at = time.monotonic()
         self.on_close = ExitStack()
@@ -81,7 +81,7 @@ class Training:
         run, strategy = self.run, self.strategy
         if strategy.is_first and self.config.print_config:
             print_config(self.config, full=self.config.print_config == "full")
-        proof = prove_start(run)
+        start = prove_start(run)
         show_banner(run, self.folder)
         with Console(strategy.is_first, run.total_steps, self.progress.step) as self.console:
             self.recorder = Recorder(self.folder, strategy.is_first, self.console, self.progress.step)
@@ -93,9 +93,9 @@ class Training:
                     self.end_epoch()
             except NotFiniteError as error:
                 raise NotFiniteError(f"{error}; {self.what_was_read(error.step)}", error.step) from None
-            trained = hash_at_end(self.state.model, strategy)  # the best weights, which follow, are rank 0's on all
+            end = prove_end(self.state.model, strategy)  # the best weights, which follow, are rank 0's on all
             self.evaluate_best()
-        result = make_result(run, self.folder, proof, *trained)
+        result = make_result(run, self.folder, start, end)
         self.recorder.end(result.steps, dataclasses.asdict(self.config), run.confusions, run.images.class_names)
         if strategy.is_first:
             write_result(self.folder, result)

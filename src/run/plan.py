@@ -12,10 +12,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +37,7 @@ from src.training.state import count_steps
 
 MOST_RATES = 200  # points of the learning rate's curve
 SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
+COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps", "lr", "GFLOP/step", "gradients")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Bytes:
         return sum(dataclasses.astuple(self))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """One device count. `reason`: why it cannot be run; then the rest is empty."""
 
@@ -69,11 +72,11 @@ class Plan:
     steps_per_epoch: int = 0
     steps: int = 0
     learning_rate: float = 0.0  # the peak
-    learning_rates: tuple[tuple[int, float], ...] = ()  # (step, rate) at the steps that a run logs
+    learning_rates: list[tuple[int, float]] = field(default_factory=list)  # (step, rate) at the steps that a run logs
     parameters: int = 0
     flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
     bytes: Bytes | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -83,24 +86,26 @@ class Plan:
 
 
 def plan(overrides: list[str], counts: list[int]) -> list[Plan]:
-    """One plan per device count, of a command line without `parallel.devices`.
-
-    A count that the config does not go with is a row with its reason.
-    """
+    """One plan per device count, of a command line without `parallel.devices`."""
     none = {"config_name": None, "config_path": None, "config_dir": None, "multirun": False}
     config = compose_command(argparse.Namespace(overrides=overrides, **none)).config
     check_data(config.data)
     images = build_images(config.data)
     config.model.pretrained, config.model.weights = False, None  # what the weights are decides nothing here
-    plans = [_plan_one(config, images, devices) for devices in counts]
-    return [dataclasses.replace(one, warnings=(*one.warnings, *_across(config, plans, one))) for one in plans]
-
-
-def _plan_one(config: Config, images: Images, devices: int) -> Plan:
-    try:
-        return _count(_resolved_for(config, devices), images, devices)
-    except ValueError as error:
-        return Plan(devices, reason=str(error))
+    plans = []
+    for devices in counts:
+        try:
+            plans.append(_count(_resolved_for(config, devices), images, devices))
+        except ValueError as error:
+            plans.append(Plan(devices, reason=str(error)))
+    smallest = min((one.batch_size for one in plans if one.batch_size), default=0)
+    for one in plans:
+        if one.batch_size > smallest and config.optim.lr_rule == "none":
+            one.warnings.append(
+                f"the global batch is {one.batch_size / smallest:g} times that of the smallest count, and the learning "
+                "rate is the same: optim.lr_rule=linear or sqrt scales it"
+            )
+    return plans
 
 
 def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
@@ -110,9 +115,7 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     if config.parallel.strategy == "auto":
         config.parallel.strategy = "ddp" if devices > 1 else "single"
     check_combination(config)
-    if config.parallel.strategy == "ddp":
-        return resolve(config, devices, 1)
-    return resolve(config)
+    return resolve(config, devices, 1) if config.parallel.strategy == "ddp" else resolve(config)
 
 
 def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
@@ -145,11 +148,11 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
         parameters=count_parameters(model),
         flops_per_step=flops * devices * train.accumulate,
         bytes=held,
-        warnings=tuple(_warnings(config, model, chunk, requests, steps_per_epoch)),
+        warnings=list(_warnings(config, model, chunk, requests, steps_per_epoch)),
     )
 
 
-def _rates(config: ResolvedConfig, model: nn.Module, steps_per_epoch: int, steps: int) -> tuple[tuple[int, float], ...]:
+def _rates(config: ResolvedConfig, model: nn.Module, steps_per_epoch: int, steps: int) -> list[tuple[int, float]]:
     """The rate of the optimizer's first group at the steps that are logged, thinned where there are many."""
     optimizer = build_optimizer(config.optim, config.learning_rate, model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
@@ -159,7 +162,7 @@ def _rates(config: ResolvedConfig, model: nn.Module, steps_per_epoch: int, steps
         if schedule is not None and step > 1:
             schedule.step_update(step - 1)  # a function of the step, and the one after which `step` is taken
         found.append((step, float(optimizer.param_groups[0]["lr"])))
-    return tuple(found)
+    return found
 
 
 def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
@@ -183,7 +186,7 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
         gradients=gradients,
         optimizer=_size(states),
         ema=0 if config.model.ema.decay is None else _size(own),
-        activations=sum(saved.values()),
+        activations=sum(storage.nbytes() for storage in saved.values()),
         batch=_size([images, targets]),
         buckets=gradients if is_ddp and not config.parallel.gradient_as_bucket_view else 0,
     )
@@ -191,50 +194,65 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
 
 
 @contextmanager
-def _saved(excluding: list[Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes by storage of what autograd keeps for the backward pass, without the storages of `excluding`."""
-    known = {_storage(tensor) for tensor in excluding}
-    found: dict[int, int] = {}
-    kept = []  # a freed storage's number may be given again
+def _saved(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """What autograd keeps for the backward pass, without the storages of `excluding`; held, since numbers are given again."""
+    known = {tensor.untyped_storage()._cdata for tensor in excluding}
+    found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in known:
-            found[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            kept.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            found[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _warnings(
-    config: Config, model: nn.Module, chunk: int, requests: TrainRequests, steps_per_epoch: int
-) -> Iterator[str]:
+def _warnings(config: Config, model: nn.Module, chunk: int, requests: TrainRequests, steps: int) -> Iterator[str]:
     normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if normalised and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
         yield f"per-device batch {chunk} with BatchNorm: its statistics are noisy; model.sync_bn=true, or a larger batch"
     dropped, images = requests.dropped, requests.num_images
     if dropped > 0.05 * images:
         yield f"{dropped} of {images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
-    if steps_per_epoch < 10:
-        yield f"{steps_per_epoch} steps per epoch: start and end of each epoch weigh as much as its steps"
+    if steps < 10:
+        yield f"{steps} steps per epoch: start and end of each epoch weigh as much as its steps"
     if config.model.grad_checkpointing:
         yield "model.grad_checkpointing=true: the inputs that its blocks keep are not counted in the activations"
 
 
-def _across(config: Config, plans: list[Plan], one: Plan) -> Iterator[str]:
-    """Warnings that compare one device count with the others."""
-    smallest = min((plan.batch_size for plan in plans if plan.batch_size), default=0)
-    if one.batch_size > smallest and config.optim.lr_rule == "none":
-        yield (
-            f"the global batch is {one.batch_size / smallest:g} times that of the smallest count, and the learning rate is "
-            "the same: optim.lr_rule=linear or sqrt scales it"
+def show(plans: list[Plan]) -> None:
+    """For people: one row per device count, the warnings below."""
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
+    table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
+    for one in plans:
+        if one.bytes is None:
+            table.add_row(str(one.devices), *[""] * (len(COLUMNS) - 1), f"cannot be: {one.reason}")
+            continue
+        held = one.bytes
+        rest = held.batch + held.buckets
+        parts = (held.weights, held.gradients, held.optimizer, held.ema, held.activations, rest)
+        table.add_row(
+            f"{one.devices} {one.strategy}",
+            *map(str, (one.batch_size, one.batch_size_per_device, one.images_per_device, one.dropped_per_epoch)),
+            f"{one.steps} = {one.steps / one.steps_per_epoch:g} x {one.steps_per_epoch}",
+            f"{one.learning_rate:g}",
+            f"{one.flops_per_step / 1e9:.4g}",
+            _mebibytes(held.gradients),
+            f"{_mebibytes(held.total)} = {' + '.join(_mebibytes(part) for part in parts)}",
         )
+    console.print(table)
+    if made := [one for one in plans if one.bytes is not None]:
+        console.print(f"{made[0].parameters:,} parameters; bytes in MiB, of tensors: libraries and caches come on top")
+    for one in plans:
+        for warning in one.warnings:
+            console.print(f"{one.devices} devices: {warning}", highlight=False)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f}" if size < 2**30 else f"{size / 2**20:.0f}"
