@@ -111,7 +111,7 @@ def _figures(run: Run, drifted: list[str]) -> dict[str, Any]:
     seconds = strategy.communication_seconds(run.state.wrapped)
     step = _parts(meter, seconds[1] if seconds else 0.0)
     step_ms = sum(step.values()) if meter.steps_timed else None
-    own = {"rank": strategy.rank, "host": host_name(), "device": str(strategy.device)}
+    own: dict[str, Any] = {"rank": strategy.rank, "host": host_name(), "device": str(strategy.device)}
     own |= {"data_ms": step["data_ms"], "compute_ms": step["compute_ms"], "step_ms": step_ms}
     usage = {"host": host_name(), **dataclasses.asdict(meter.usage)}
     ranks, usages, communicated = zip(*strategy.gather([own, usage, seconds]), strict=True)
