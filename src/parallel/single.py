@@ -152,7 +152,7 @@ class Single:
         """(rank 0's hash of all parameters, True if all ranks have the same)."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(as_bytes(self.whole(parameter.detach()).cpu().contiguous()).numpy())
+            digest.update(as_bytes(self.whole(parameter.detach()).cpu().contiguous()).numpy().tobytes())
         hashes = self.gather(digest.hexdigest()[:16])
         return hashes[0], len(set(hashes)) == 1
 
