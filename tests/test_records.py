@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -108,6 +110,18 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
     write(path, "second")
     assert path.read_text() != before
+
+
+def test_a_file_system_that_syncs_no_folders_takes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network file systems do (PostgreSQL passes over the same error)."""
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(tmp_path / "note", "here")
+    assert (tmp_path / "note").read_text() == "here"
 
 
 def test_a_value_that_is_no_json_leaves_the_earlier_file(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused_and_auto_passes_it_over(t
     assert is_owned(tmp_path)
 
 
+def test_a_folder_that_does_not_exist_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"), own(tmp_path / "missing"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_running_run_cannot_be_resumed(train: Train) -> None:

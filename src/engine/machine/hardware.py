@@ -87,7 +87,7 @@ def _torch_says(file: str, pattern: str) -> str | None:
 def _said(path: Path, pattern: str) -> str | None:
     """The group of `pattern` in a file; None where there is no such file, or no such line in it."""
     try:
-        match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         return None
     return match.group(1) if match else None

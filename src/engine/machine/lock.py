@@ -24,6 +24,8 @@ def own(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold `folder` while the block runs. ValueError, with the owner's pid and host, where another process holds it."""
     from filelock import FileLock, Timeout  # flock; on Windows LockFileEx of the first byte, which nobody else can read
 
+    if not folder.is_dir():  # FileLock would make it
+        raise ValueError(f"{folder}: no such folder")
     lock = FileLock(folder / NAME, timeout=patience, poll_interval=0.02, on_acquired=_sign)
     try:
         lock.acquire()

@@ -6,6 +6,7 @@ recognised by its absence, so that a test on Linux can hide it. Locks on files: 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -22,12 +23,18 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows os.kill ends a p
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk; Windows opens no folder and keeps its entries by itself."""
+    """Bring a file, or the entries of a folder, to the disk.
+
+    Windows opens no folder and keeps its entries by itself; some network file systems sync none.
+    """
     if WINDOWS and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -86,10 +86,9 @@ def read_jobs(folder: Path) -> Jobs:
     values = read_json(path, FORMAT, "is this a sweep folder?")
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        old = [
-            {"block": job.get("repeat", 0), "position": job["id"], **job} for job in values["jobs"]
-        ]  # as once written
-        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in old]
+        # a job's block was once its `repeat`, and jobs ran in the order of their ids
+        whole = [{"block": job.get("repeat", 0), "position": job["id"]} | job for job in values["jobs"]]
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in whole]
         return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged, or not of this project ({error})") from None
