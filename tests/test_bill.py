@@ -240,11 +240,9 @@ def test_folds_divide_the_images(scratch: Path, flowers: Path) -> None:
     for fold in range(3):
         data = kind(config, fold=fold, folds=3)
         assert data.class_names == ["rose", "tulip"]
-        assert sorted(data.train.samples + data.val.samples) == sorted(
-            kind(config).train.samples + kind(config).val.samples
-        )
-        assert [label for _, label in data.val.samples].count(0) == 4, "as many of each class in every fold"
-        held_out += data.val.samples
+        assert sorted(data.train.files + data.val.files) == sorted(kind(config).train.files + kind(config).val.files)
+        assert [label for _, label in data.val.files].count(0) == 4, "as many of each class in every fold"
+        held_out += data.val.files
     assert len(held_out) == len(set(held_out)) == 24
     with pytest.raises(ValueError, match="fold=3"):
         kind(config, fold=3)

@@ -236,6 +236,21 @@ def test_an_own_model_is_exported_as_tensors(tmp_path: Path) -> None:
     assert written.keys() == load_trained(run, None, None, CPU).model.state_dict().keys()
 
 
+@pytest.mark.processes
+def test_a_model_of_its_own_size_that_is_evaluated_in_another_is_found_again(tmp_path: Path) -> None:
+    """`data.eval_image_size` alone: training images have the model's size, and its position embedding too."""
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "images" / place).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (20, 20), (99, 9, number)).save(tmp_path / "images" / place / f"{number}.png")
+    words = ("data=folder", f"data.root={tmp_path}/images", "data.image_size=null", "data.eval_image_size=240")
+    more = ("+model.kwargs.dynamic_img_size=true", "data.limit_train=4", "data.batch_size=4", "data.workers=0")
+    run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *words, *more)
+    found = load_trained(run, None, None, CPU)
+    assert found.preprocessing.input_size == (3, 240, 240)
+    assert found.model.pos_embed.shape[1] == 1 + (224 // 8) ** 2
+
+
 def test_a_moved_run_folder_is_enough(finished_run: Finished, digits: Path, tmp_path: Path) -> None:
     """Nothing of its data or of its old place is needed."""
     moved = tmp_path / "elsewhere"

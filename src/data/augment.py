@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import ImageOps
+from timm.data import auto_augment
 from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
 
 from src.data.sampling import seed_for
 from src.schema import AugmentConfig
@@ -35,13 +38,14 @@ def train_transform(config: AugmentConfig, size: int, resize: bool) -> Transform
 
     `resize`: True if the images come in other sizes than `size`.
     """
-    from torchvision.transforms import v2
-
     steps: list[Any] = []
     if config.scale is not None:
-        steps.append(_random_resized_crop(config, size))
+        modes = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+        ratio = config.ratio or (3 / 4, 4 / 3)
+        crops = [v2.RandomResizedCrop(size, config.scale, ratio, _mode(mode)) for mode in modes]
+        steps.append(crops[0] if len(crops) == 1 else v2.RandomChoice(crops))
     elif resize:
-        steps += [v2.Resize(size, _mode(config.interpolation), antialias=True), v2.CenterCrop(size)]
+        steps += [v2.Resize(size, _mode(config.interpolation)), v2.CenterCrop(size)]
     if config.crop_padding:
         steps.append(v2.RandomCrop(size, padding=config.crop_padding))
     if config.hflip:
@@ -57,14 +61,12 @@ def train_transform(config: AugmentConfig, size: int, resize: bool) -> Transform
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
     """Shorter side to size / crop_pct, then the centre, as timm does. uint8 [C, any, any] -> uint8 `input_size`."""
-    from torchvision.transforms import v2
-
     _, height, width = preprocessing.input_size
     resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
     if preprocessing.crop_mode != "squash":
         resized = [min(resized)]
     mode = _mode(preprocessing.interpolation)
-    return v2.Compose([v2.Resize(resized, mode, antialias=True), v2.CenterCrop((height, width))])
+    return v2.Compose([v2.Resize(resized, mode), v2.CenterCrop((height, width))])
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:
@@ -75,19 +77,7 @@ def seed_draws(seed: int, epoch: int, index: int) -> None:
     np.random.seed(mixed & 0xFFFFFFFF)
 
 
-def _random_resized_crop(config: AugmentConfig, size: int) -> Any:
-    from torchvision.transforms import v2
-
-    assert config.scale is not None
-    scale, ratio = tuple(config.scale), tuple(config.ratio or (3 / 4, 4 / 3))
-    modes = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
-    crops = [v2.RandomResizedCrop(size, scale, ratio, _mode(mode), antialias=True) for mode in modes]
-    return crops[0] if len(crops) == 1 else v2.RandomChoice(crops)
-
-
-def _mode(name: str) -> Any:
-    from torchvision.transforms import InterpolationMode
-
+def _mode(name: str) -> InterpolationMode:
     return InterpolationMode.BICUBIC if name == "bicubic" else InterpolationMode.BILINEAR
 
 
@@ -95,8 +85,6 @@ class _TimmAutoAugment:
     """timm's policies work on PIL images in RGB. A class, because loader workers may have to be sent it (macOS, Python 3.14)."""
 
     def __init__(self, text: str, size: int) -> None:
-        from timm.data import auto_augment
-
         auto_augment.NAME_TO_OP.update(
             dict.fromkeys([name for name in auto_augment.NAME_TO_OP if "Posterize" in name], _posterize)
         )
@@ -107,16 +95,12 @@ class _TimmAutoAugment:
         self.policy: Any = build(text, hparams)
 
     def __call__(self, image: Tensor) -> Tensor:
-        from torchvision.transforms.v2 import functional
-
-        pil = functional.to_pil_image(image)
-        return functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))
+        pil = v2.functional.to_pil_image(image)
+        return v2.functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))
 
 
 def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
     """As timm's, which asks for 0 bits at one end of its scale: black, but an error in newer versions of Pillow."""
-    from PIL import ImageOps
-
     if bits_to_keep >= 8:
         return image
     return ImageOps.posterize(image, bits_to_keep) if bits_to_keep > 0 else image.point(lambda value: 0)

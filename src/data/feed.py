@@ -6,6 +6,8 @@ import math
 import mmap
 import sys
 from collections.abc import Iterator
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,14 +64,9 @@ class DeviceFeed:
         if self._copies is None:
             yield from map(self, batches)
             return
-        under_way = None
-        for batch in batches:
-            upcoming = self._sent(batch)
-            if under_way is not None:
-                yield self._received(under_way)
-            under_way = upcoming
-        if under_way is not None:
-            yield self._received(under_way)
+        sent: Iterator[Any] = chain(map(self._sent, batches), [None])
+        for one, _ in pairwise(sent):  # the next one is on its way before this one is waited for
+            yield self._received(one)
 
     def _sent(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         """The batch as it will be on the device, and when it is."""

@@ -52,9 +52,9 @@ def training_size(data: DataConfig) -> int | None:
 
 def check_folder_root(root: Path) -> None:
     """Refuse what cannot be a classification folder. Looks at one file per class, so it is quick on large sets."""
-    for split in ("train", "val"):
-        folder = root / split
-        if not folder.is_dir():
+    folders = [root / split for split in ("train", "val", "test") if (root / split).is_dir()]
+    for folder in (root / "train", root / "val"):
+        if folder not in folders:
             raise ValueError(
                 f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/"
             )
@@ -62,13 +62,9 @@ def check_folder_root(root: Path) -> None:
     if len(train) < 2:
         found = f"only the class {train[0]}" if train else "no class folders"
         raise ValueError(f"data.root={root}: {found} in {root / 'train'}; expected two or more: train/<class>/<image>")
-    for split in ("train", "val", "test"):
-        folder = root / split
-        if not folder.is_dir():
-            continue
+    for folder in folders:
         names = class_names(folder)
-        unknown = sorted(set(names) - set(train))
-        if unknown:
+        if unknown := sorted(set(names) - set(train)):
             raise ValueError(f"data.root={root}: {folder} has a class that train/ has not: {unknown[0]}")
         if not names:
             raise ValueError(f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>")

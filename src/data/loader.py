@@ -94,8 +94,7 @@ class Reader:
             )
 
     def _sample(self, epoch: int, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
-        image_index = index % self.num_images
-        found = self.split[image_index] if self.on_error == "raise" else self._readable(image_index, unreadable)
+        found = self._readable(index % self.num_images, unreadable)
         if found is None:
             return None
         image, label = found
@@ -107,10 +106,12 @@ class Reader:
     def _readable(self, index: int, unreadable: list[int]) -> tuple[Tensor, int] | None:
         """The sample, or its substitute: the same one whatever rank or worker asks."""
         for offset in range(MOST_IN_A_ROW):
-            tried = index if offset == 0 else (index + offset) % self.substitutes
+            tried = (index + offset) % self.num_images
             try:
                 return self.split[tried]
             except UnreadableImageError:
+                if self.on_error == "raise":
+                    raise
                 unreadable.append(tried)
             if not self.substitutes:
                 return None
@@ -132,7 +133,7 @@ class Loader:
                 reader,  # type: ignore[arg-type]
                 batch_sampler=requests,  # type: ignore[arg-type]
                 num_workers=num_workers,
-                collate_fn=_as_is,
+                collate_fn=tuple,  # it is a batch already
                 pin_memory=feed.device.type == "cuda",
                 persistent_workers=True,
                 worker_init_fn=_start_worker,
@@ -178,7 +179,7 @@ class TrainLoader(Loader):
         """The batches of one epoch, from `first_batch` on (a resumed run starts inside one)."""
         self.requests.start_at(epoch, first_batch)
         self.reads = Reads(self.requests.num_images * self.requests.copies)
-        self._batches_to_read = self.batches_per_epoch if first_batch == 0 else -1
+        self._batches_to_read = self.requests.batches_per_epoch if first_batch == 0 else -1
         return self._batches()
 
     def _count(self, indices: NDArray[np.int64]) -> None:
@@ -187,10 +188,6 @@ class TrainLoader(Loader):
         self._batches_to_read -= 1
         if self._batches_to_read == 0:
             self.reads_of_whole = self.reads
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self.requests.batches_per_epoch
 
     def peek(self) -> Tensor:
         """The normalised images of this rank's first batch, read aside: nothing moves on."""
@@ -212,10 +209,6 @@ def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
     if config.workers != "auto":
         return int(config.workers)
     return 0 if isinstance(split, InMemory) else max(1, hardware.cores() // local_world_size)
-
-
-def _as_is(batch: Any) -> Fetched:
-    return batch  # type: ignore[no-any-return]
 
 
 def _start_worker(worker: int) -> None:

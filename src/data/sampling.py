@@ -114,13 +114,12 @@ class EvaluationRequests:
         """`batch_size` is the global one."""
         if num_samples == 0:
             raise ValueError("the evaluation split is empty: no image to evaluate on")
-        self.indices = torch.arange(num_samples)[rank::world_size]
+        self.indices = np.arange(rank, num_samples, world_size)
         self.batch_size = max(1, batch_size // world_size)
 
     def __iter__(self) -> Iterator[Request]:
-        if len(self.indices):
-            for indices in self.indices.split(self.batch_size):
-                yield Request(0, indices.numpy())
+        for start in range(0, len(self.indices), self.batch_size):
+            yield Request(0, self.indices[start : start + self.batch_size])
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)

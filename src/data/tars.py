@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
+from src.data.datasets import Sample
 from src.data.folders import IMAGE_SUFFIXES
 from src.data.images import decode
 
@@ -35,6 +35,15 @@ class Member(NamedTuple):
     label: str
 
 
+def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
+    """The splits of these names, and the classes of the first: of webdataset, whose labels are numbers, 0 up to the largest."""
+    tars = [find_tars(root, name) for name in names]
+    members = [_read_index(paths, webdataset) for paths in tars]
+    labels = {member.label for member in members[0]}
+    classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
+    return [TarSplit(paths, found, classes) for paths, found in zip(tars, members, strict=True)], classes
+
+
 class TarSplit:
     """One split: where every image lies, and its label."""
 
@@ -50,7 +59,7 @@ class TarSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> Sample:
         path, offset = self.tars[self.tar[index]], int(self.offset[index])
         with open(path, "rb", buffering=0) as tar:
             tar.seek(offset)
@@ -76,7 +85,7 @@ def find_tars(root: Path, split: str) -> list[Path]:
     )
 
 
-def read_index(tars: list[Path], webdataset: bool) -> list[Member]:
+def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
     """Read the headers of all members; the tars must be uncompressed."""
     members: list[Member] = []
     for number, path in enumerate(tars):
@@ -90,13 +99,6 @@ def read_index(tars: list[Path], webdataset: bool) -> list[Member]:
         missing = "images with a .cls of the same name" if webdataset else "images"
         raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")
     return members
-
-
-def class_names(members: list[Member], webdataset: bool) -> list[str]:
-    """Sorted names; for webdataset, whose labels are numbers, 0 up to the largest."""
-    if webdataset:
-        return [str(number) for number in range(max(int(member.label) for member in members) + 1)]
-    return sorted({member.label for member in members})
 
 
 def _labelled_by_folder(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str]]:

@@ -16,7 +16,7 @@ from src.data.sampling import EvaluationRequests, TrainRequests
 from src.engine.config.combinations import profile_rules
 from src.engine.config.rules import refuse
 from src.engine.record.meter import Meter
-from src.models.build import build_ema, build_model, check_image_size, preprocessing_for
+from src.models.build import build_ema, build_model, check_image_size, preprocessing_for, training_size
 from src.parallel.clock import DeviceClock
 from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
@@ -36,9 +36,10 @@ class Run:
         self.config, self.strategy = config, strategy
         self.images, self.preprocessing, model, self.evaluation = build_evaluation(config, strategy)
         self.num_classes = len(self.images.class_names)
-        self.train = _build_train(config, self.images, self.preprocessing, strategy)
+        size = training_size(model, config.data, self.images)
+        self.train = _build_train(config, self.images, size, self.preprocessing, strategy)
         # Optimizer steps, each of train.accumulate global batches; those before a resume are in the total.
-        self.steps_per_epoch, self.total_steps = count_steps(config.train, self.train.batches_per_epoch)
+        self.steps_per_epoch, self.total_steps = count_steps(config.train, self.train.requests.batches_per_epoch)
         refuse(profile_rules(config.train, self.total_steps))
         check_metric(config.checkpoint.metric, self.num_classes)
         self.autocast = AUTOCAST[config.train.precision]
@@ -112,9 +113,10 @@ def build_evaluation(
     return images, preprocessing, model, loaders
 
 
-def _build_train(config: ResolvedConfig, images: Images, preprocessing: Preprocessing, strategy: Single) -> TrainLoader:
+def _build_train(
+    config: ResolvedConfig, images: Images, size: int, preprocessing: Preprocessing, strategy: Single
+) -> TrainLoader:
     split = images.train
-    size = config.data.image_size or images.image_size or preprocessing.input_size[-1]
     transform = train_transform(config.data.augment, size, not isinstance(split, InMemory))
     requests = TrainRequests(
         min(len(split), config.data.limit_train or len(split)),

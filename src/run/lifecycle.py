@@ -139,8 +139,8 @@ class Training:
             self.state, batches, self.config, self.strategy, run.moments, run.steps_per_epoch, run.mixing
         ):
             self.strategy.sample_utilisation()
-            self.recorder.step(report.step, report.epoch, self.step_numbers(report))
-            due = (every is not None and report.step % every == 0) or self.minutes_are_over()
+            self.recorder.step(progress.step, run.epochs_done, self.step_numbers(report))
+            due = (every is not None and progress.step % every == 0) or self.minutes_are_over()
             if due and progress.step_in_epoch < run.steps_per_epoch:
                 self.save(is_best=False)
         if self.strategy.stopping.is_over and progress.step_in_epoch < run.steps_per_epoch:

@@ -98,7 +98,7 @@ def _count_indices(run: Run) -> dict[str, int | None]:
     return {
         "indices_seen": int(counts.sum()),
         "indices_distinct": int(counts.count_nonzero()),
-        "indices_expected": train.batches_per_epoch * train.requests.batch_size if whole else None,
+        "indices_expected": train.requests.batches_per_epoch * train.requests.batch_size if whole else None,
     }
 
 

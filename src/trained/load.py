@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,19 +37,12 @@ def load_trained(folder: Path, which: str | None, weights: str | None, device: t
     path, contents = checkpoint.load_from_run(folder, which)
     if "preprocessing" not in contents:
         raise ValueError(f"{path}: does not say how its images are prepared; it is of an older version of this project")
-    preprocessing = Preprocessing(**_with_tuples(contents["preprocessing"]))
-    weights = weights or judged_weights(config)
-    size = config.data.image_size or preprocessing.input_size[-1]
+    preprocessing = Preprocessing(**contents["preprocessing"])
+    weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
+    size = config.data.image_size
+    if size is None and config.data.eval_image_size is None:
+        size = preprocessing.input_size[-1]  # the data's own, else the model's
     fresh = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
     model = build_model(fresh, len(contents["classes"]), preprocessing.input_size[0], size, device)
     checkpoint.fill(model, contents, weights)
     return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)
-
-
-def judged_weights(config: ResolvedConfig) -> str:
-    """Which of a run's weights `checkpoint.metric` is of: model or ema."""
-    return "ema" if config.checkpoint.metric.endswith("_ema") else "model"
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

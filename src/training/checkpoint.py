@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from src.data.augment import Preprocessing
 from src.engine.machine.files import write_text, write_whole
@@ -55,11 +55,8 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
             "checkpoints are untouched: make room and go on with resume"
         ) from None
     steps = _steps(folder)
-    later = [
-        path for number, path in steps.items() if number > step
-    ]  # of an attempt that a resumed run has left behind
-    earlier = [path for number, path in steps.items() if number < step]
-    for old in later + earlier[: max(0, len(earlier) - keep + 1)]:
+    kept = [number for number in steps if number <= step][-keep:]  # later ones: of what a resumed run has left behind
+    for old in [path for number, path in steps.items() if number not in kept]:
         _sidecar(old).unlink(missing_ok=True)  # first: killed in between, the next save finds the rest
         old.unlink()
     return folder / "last.pt"
@@ -153,22 +150,13 @@ def snapshot(
         "ema": None if state.ema is None else state.ema.module.state_dict(),
     }
     return {
-        **map_tensors(parts, strategy.whole),
+        **tree_map_only(Tensor, strategy.whole, parts),
         "buffers_by_rank": {name: strategy.buffers_by_rank(module) for name, module in state.modules.items()},
         "progress": dataclasses.asdict(state.progress),
         "classes": list(classes),
         "preprocessing": dataclasses.asdict(preprocessing),
         "made_by": made_by,
     }
-
-
-def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested dicts and lists with every tensor changed."""
-    if isinstance(tree, dict):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(value, change) for value in tree)
-    return change(tree) if isinstance(tree, Tensor) else tree
 
 
 def restore(state: TrainState, strategy: Single, contents: dict[str, Any]) -> None:

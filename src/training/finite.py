@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from src.parallel.single import Single
 
@@ -24,36 +24,23 @@ class LossWindow:
     """The losses since the last boundary. They stay on the device until `fetch`."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._losses: list[Tensor] = []
+        self._losses: dict[int, Tensor] = {}  # by step
 
     def add(self, step: int, loss: Tensor) -> None:
-        self._steps.append(step)
-        self._losses.append(loss)
+        self._losses[step] = loss
 
     def fetch(self, strategy: Single) -> list[float]:
         """The losses, each the mean over the ranks, and an empty window. Collective. Raises NotFiniteError."""
         if not self._losses:
             return []
-        own = torch.stack(self._losses)
+        own = torch.stack(list(self._losses.values()))
         losses = strategy.sum(own).tolist()
-        for index, (step, loss) in enumerate(zip(self._steps, losses, strict=True)):
+        for index, (step, loss) in enumerate(zip(self._losses, losses, strict=True)):
             if not math.isfinite(loss):
                 bad = [rank for rank, ok in enumerate(strategy.gather(bool(own[index].isfinite()))) if not ok]
                 raise NotFiniteError(f"the loss is {loss} at step {step} (rank {', '.join(map(str, bad))})", step)
-        self._steps, self._losses = [], []
+        self._losses = {}
         return [loss / strategy.world_size for loss in losses]
-
-
-class Buffers:
-    """A copy of a model's buffers, to undo what a forward pass that was not finite did to BatchNorm's averages."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._of = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def restore(self) -> None:
-        for buffer, copy in self._of:
-            buffer.copy_(copy)
 
 
 def check_finite(states: Iterable[dict[str, Tensor] | None], strategy: Single, step: int) -> None:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from src.data.feed import Batch
 from src.data.sampling import seed_for
+from src.engine.machine.pulse import BACKWARD, FORWARD, READING
 from src.parallel.single import Single
 from src.schema import Config
-from src.training.finite import Buffers, LossWindow, NotFiniteError
+from src.training.finite import LossWindow, NotFiniteError
 from src.training.moments import Moments
 from src.training.state import TrainState
 
-Batch = tuple[Tensor, Tensor]
 Mix = Callable[[Tensor, Tensor], Batch]
 
 
@@ -30,10 +30,8 @@ Mix = Callable[[Tensor, Tensor], Batch]
 class StepReport:
     """Numbers at a boundary."""
 
-    step: int  # optimizer steps since training began, counted from 1
-    epoch: float  # 1.5: half of the second epoch is done
     loss: float  # mean over the global batches since the last boundary; cross entropy in nats
-    lr: float  # of this step, the largest of all parameter groups
+    lr: float  # of this step, the largest of all parameter groups: with layer decay the head's, which was asked for
     grad_norm: float | None  # 2-norm of this step's whole gradient before clipping
 
 
@@ -51,36 +49,35 @@ def train_epoch(
     Raises NotFiniteError, on all ranks at the same boundary.
     """
     progress, window = state.progress, LossWindow()
-    last_step = config.train.max_steps or math.inf
+    last_step, may_skip = config.train.max_steps or math.inf, config.train.on_nonfinite == "skip"
     state.wrapped.train()
     while progress.step_in_epoch < steps_per_epoch and progress.step < last_step:
         step = progress.step + 1
         boundary = _is_boundary(step, config) or step == last_step or progress.step_in_epoch + 1 == steps_per_epoch
         moments.step_begins(step)
         seed_step(config.seed, step, strategy)
-        buffers = Buffers(state.model) if config.train.on_nonfinite == "skip" else None
+        buffers = [buffer.clone() for buffer in state.model.buffers()] if may_skip else []
         loss = _forward_backward(state, batches, config.train.accumulate, strategy, moments, mix)
         moments.update_begins()
-        grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, needed=boundary or buffers is not None)
-        if buffers is not None and _is_bad(state, grad_norm, loss, strategy):
+        grad_norm = _gradient_norm(state, config.optim.clip_grad, strategy, needed=boundary or may_skip)
+        if may_skip and _is_bad(state, grad_norm, loss, strategy):
             _skip(state, buffers, step, config.train.max_skipped)
         else:
             _update(state)
             window.add(step, loss)
-        lr = _largest_lr(state.optimizer) if boundary else math.nan  # before the schedule sets the next step's
+        # Before the schedule sets the next step's.
+        lr = max(float(group["lr"]) for group in state.optimizer.param_groups) if boundary else math.nan
         if state.schedule is not None:
             state.schedule.step_update(step)
         if state.ema is not None:
             state.ema.update(state.model, step)
-        progress.step_done()
+        progress.step, progress.step_in_epoch = step, progress.step_in_epoch + 1
         stops = moments.step_ends()
         if boundary or stops:
             progress.add_losses(window.fetch(strategy))
             moments.synchronised()
         if boundary:
-            epoch = progress.epoch + progress.step_in_epoch / steps_per_epoch
-            norm = None if grad_norm is None else grad_norm.item()
-            yield StepReport(step, epoch, progress.close_window(), lr, norm)
+            yield StepReport(progress.close_window(), lr, None if grad_norm is None else grad_norm.item())
             state.wrapped.train()  # whoever took the report may have evaluated
         if stops:
             return
@@ -98,16 +95,16 @@ def _forward_backward(
     """Gradients of one optimizer step, over `accumulate` batches; returns the mean loss, still on the device."""
     mean: Tensor | None = None
     for index in range(accumulate):
-        moments.fetch_begins()
+        moments.at(READING)
         images, targets = next(batches)
-        moments.fetch_ends()
+        moments.at(FORWARD)
         if mix is not None:
             images, targets = mix(images, targets)
         is_last = index + 1 == accumulate
         with nullcontext() if is_last else strategy.skip_sync(state.wrapped):
             loss = state.wrapped(images, targets)
             loss = loss / accumulate if accumulate > 1 else loss
-            moments.backward_begins()
+            moments.at(BACKWARD)
             _backward(state, loss)
         mean = loss.detach() if mean is None else mean + loss.detach()
     assert mean is not None
@@ -140,10 +137,14 @@ def _is_bad(state: TrainState, grad_norm: Tensor | None, loss: Tensor, strategy:
     return state.scaler is None or not bool(strategy.sum(loss).isfinite())
 
 
-def _skip(state: TrainState, buffers: Buffers, step: int, max_skipped: int) -> None:
-    """Leave the weights as they are. Raises NotFiniteError after more than `train.max_skipped` such steps."""
+def _skip(state: TrainState, buffers: list[Tensor], step: int, max_skipped: int) -> None:
+    """Leave the weights as they are, and BatchNorm's averages as they were.
+
+    Raises NotFiniteError after more than `train.max_skipped` such steps.
+    """
     progress = state.progress
-    buffers.restore()
+    for buffer, before in zip(state.model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
     state.optimizer.zero_grad(set_to_none=True)
     if state.scaler is not None:
         state.scaler.update()
@@ -172,8 +173,3 @@ def seed_step(seed: int, step: int, strategy: Single) -> None:
     So a run resumed at any step draws what it would have drawn, without random states in its checkpoints.
     """
     strategy.seed([seed_for(seed, step, strategy.rank, device) for device in range(len(strategy.devices))])
-
-
-def _largest_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Of all parameter groups: with layer decay, the head's, which is the one that was asked for."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)

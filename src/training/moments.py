@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from src.engine.machine.pulse import BACKWARD, FORWARD, READING, pulse
+from src.engine.machine.pulse import FORWARD, READING, pulse
 from src.engine.record.meter import Meter
 from src.parallel.stopping import Stopping
 
@@ -24,17 +24,13 @@ class Moments:
     def step_begins(self, step: int) -> None:
         pulse.step = step
 
-    def fetch_begins(self) -> None:
-        """This rank begins to wait for a batch."""
-        pulse.at(READING)
-        self.meter.fetch_begins()
-
-    def fetch_ends(self) -> None:
-        self.meter.fetch_ends()
-        pulse.at(FORWARD)
-
-    def backward_begins(self) -> None:
-        pulse.at(BACKWARD)
+    def at(self, phase: int) -> None:
+        """A phase of pulse.py begins: READING, in which this rank waits for a batch, FORWARD or BACKWARD."""
+        pulse.at(phase)
+        if phase == READING:
+            self.meter.fetch_begins()
+        elif phase == FORWARD:
+            self.meter.fetch_ends()
 
     def update_begins(self) -> None:
         """The gradients are whole."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +21,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.profiler import _ExperimentalConfig as ExperimentalConfig
 
+from src.engine.machine.pulse import BACKWARD, FORWARD, READING
 from src.engine.record.meter import Meter
 from src.parallel.single import Single
 from src.training.moments import Moments
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER = "data", "forward", "backward", "optimizer", "other"
+PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}  # of phases
 FOLDER = "profile"  # of the run folder
 OPERATIONS_TOLD, OPERATIONS_WRITTEN = 10, 50
 
@@ -41,34 +42,27 @@ class ProfiledMoments(Moments):
     def __init__(self, meter: Meter, strategy: Single, wrapped: nn.Module, untimed: int, recorded: int) -> None:
         super().__init__(meter, strategy.stopping)
         self._rank, self._untimed, self._steps = strategy.rank, untimed, 0
-        self._recording = Recording(strategy.device, recorded, starts_after=untimed - recorded - 1)
+        self._recording = Recording(strategy.device, untimed, recorded)
         calls = strategy.calls_of_forward(wrapped)
-        self._split = Split(strategy.device, (DATA, *(name for _, name in calls), FORWARD, BACKWARD, OPTIMIZER, OTHER))
+        in_forward = [name for _, name in calls]
+        self._split = Split(strategy.device, ("data", *in_forward, "forward", "backward", "optimizer", "other"))
         for owner, name in calls:
             setattr(owner, name, self._as_part(name, getattr(owner, name)))
 
-    def fetch_begins(self) -> None:
-        self._begin(DATA)
-        super().fetch_begins()
-
-    def fetch_ends(self) -> None:
-        super().fetch_ends()
-        self._begin(FORWARD)
-
-    def backward_begins(self) -> None:
-        super().backward_begins()
-        self._begin(BACKWARD)
+    def at(self, phase: int) -> None:
+        super().at(phase)
+        self._begin(PARTS[phase])
 
     def update_begins(self) -> None:
         super().update_begins()
-        self._begin(OPTIMIZER)
+        self._begin("optimizer")
 
     def step_ends(self) -> bool:
         self._steps += 1
         if self._steps <= self._untimed:
-            self._recording.step_ends(self._steps)
+            self._recording.step_ends(is_last=self._steps == self._untimed)
         is_last = super().step_ends()  # the meter's window may open in it
-        self._begin(OTHER)
+        self._begin("other")
         return is_last
 
     def synchronised(self) -> None:
@@ -80,7 +74,7 @@ class ProfiledMoments(Moments):
         self._begin(None)
         with super().aside(phase):
             yield
-        self._begin(OTHER)
+        self._begin("other")
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
         """This rank's entry of `profile` in result.json; its trace and its table are written into the run folder."""
@@ -110,7 +104,7 @@ class ProfiledMoments(Moments):
             try:
                 return call(*args, **kwargs)
             finally:
-                self._begin(FORWARD)
+                self._begin("forward")
 
         return told_apart
 
@@ -147,36 +141,31 @@ class Split:
 
 
 class Recording:
-    """torch.profiler over `steps` steps, after one more in which it starts; parts are ranges in the trace."""
+    """torch.profiler over the last `recorded` of `steps` steps; parts are ranges in the trace."""
 
-    def __init__(self, device: torch.device, steps: int, starts_after: int) -> None:
+    def __init__(self, device: torch.device, steps: int, recorded: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells the console that it has found no GPU
-        self._device, self._steps, self._first = device, steps, starts_after
+        self._device, self._recorded = device, recorded
         on_gpu = device.type == "cuda"
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            schedule=schedule(wait=steps - recorded - 1, warmup=1, active=recorded, repeat=1),
             experimental_config=ExperimentalConfig(profile_all_threads=True),  # replicas of dp run in threads
         )
-        self._range: record_function | None = None
+        self._profiler.start()
+        self._range = ExitStack()
 
     def begin(self, part: str | None) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-        self._range = None if part is None else record_function(f"step: {part}")
-        if self._range is not None:
-            self._range.__enter__()
+        self._range.close()
+        if part is not None:
+            self._range.enter_context(record_function(f"step: {part}"))
 
-    def step_ends(self, number: int) -> None:
-        """`number`: of the run's steps, from 1."""
-        if number == self._first:
-            self._profiler.start()
-        elif number > self._first:
-            self.begin(None)
-            if number == self._first + 1 + self._steps and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # its kernels are to be recorded too
-            self._profiler.step()
-        if number == self._first + 1 + self._steps:
+    def step_ends(self, is_last: bool) -> None:
+        self.begin(None)
+        if is_last and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # its kernels are to be recorded too
+        self._profiler.step()
+        if is_last:
             self._profiler.stop()
 
     def write(self, folder: Path, rank: int) -> tuple[Path, list[dict[str, Any]]]:
@@ -191,8 +180,8 @@ class Recording:
         operations = [
             {
                 "name": average.key,
-                "calls": average.count / self._steps,
-                "ms": getattr(average, f"self_{kind}_time_total") / 1000 / self._steps,
+                "calls": average.count / self._recorded,
+                "ms": getattr(average, f"self_{kind}_time_total") / 1000 / self._recorded,
             }
             for average in averages
             if average.device_type == DeviceType.CPU and not average.is_user_annotation  # neither kernels nor ranges

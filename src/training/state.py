@@ -30,17 +30,11 @@ class Progress:
     open_loss: float = 0.0
     open_steps: int = 0
     skipped: int = 0  # steps without an update, because their gradients were not finite
-    ended_at: int = (
-        0  # the step after which an epoch, or what train.max_steps left of it, was last evaluated and closed
-    )
+    ended_at: int = 0  # the step after which an epoch, whole or cut off by train.max_steps, was last closed
     epoch_loss: float | None = None  # mean over the steps of the newest whole or partial epoch; None without any
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
     best_acc: float = 0.0
     evaluations_since_best: int = 0
-
-    def step_done(self) -> None:
-        self.step += 1
-        self.step_in_epoch += 1
 
     def add_losses(self, losses: Iterable[float]) -> None:
         """Add one by one: so a run that was stopped between two boundaries and resumed gets bitwise the same sum."""
