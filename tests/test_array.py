@@ -65,9 +65,10 @@ def test_resume_submits_what_is_missing(tmp_path: Path) -> None:
     arguments.overrides.append("cluster.setup='module load cuda'")
     assert run_sweep(arguments, lambda data: None) == 0
     assert "module load cuda" in (folder / "job.sbatch").read_text(), "code is this command's"
-    arguments.overrides.append("optim.lr=0.1")
-    with pytest.raises(ValueError, match=r"optim\.lr: what goes on keeps its settings"):
-        run_sweep(arguments, lambda data: None)
+    for word in ("optim.lr=0.1", "sweep.dry_run=true"):
+        changed = get_args_parser().parse_args(["-m", f"sweep.resume={folder}", word])
+        with pytest.raises(ValueError, match=f"{word.partition('=')[0]}: what goes on keeps its settings"):
+            run_sweep(changed, lambda data: None)
 
 
 @pytest.mark.parametrize(

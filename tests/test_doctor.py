@@ -11,8 +11,16 @@ import pytest
 from conftest import ROOT, Train
 
 from src.engine.doctor import look
-from src.engine.doctor.examine import as_dict, as_text
-from src.engine.doctor.findings import GIB, Finding, advice, findings_of, findings_of_tries, strategies_to_try
+from src.engine.doctor.examine import (
+    GIB,
+    Finding,
+    advice,
+    as_dict,
+    as_text,
+    findings_of,
+    findings_of_tries,
+    strategies_to_try,
+)
 from src.engine.doctor.look import Facts
 
 pytestmark = pytest.mark.portable

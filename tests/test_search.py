@@ -19,8 +19,7 @@ from src.engine.config.compose import compose_command
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.points import expand
-from src.engine.sweep.search_page import write_search_page
-from src.engine.sweep.space import check_space, parse_space, read_space
+from src.engine.sweep.space import FROZEN, check_space, parse_space, read_search, read_space
 from src.engine.sweep.study import Follower
 from src.schema import Config, SearchConfig
 
@@ -103,6 +102,14 @@ def test_a_search_that_can_never_be_right_is_refused(override: str, said: str) -
 def test_a_search_without_multirun_is_refused() -> None:
     with pytest.raises(ValueError, match="add -m"):
         compose_command(get_args_parser().parse_args(["search=optuna", *SMALL]))
+
+
+@pytest.mark.parametrize("text", ["search: [", "- 1", None])
+def test_a_damaged_search_is_refused_by_the_name_of_its_file(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / FROZEN).write_text(text)
+    with pytest.raises(ValueError, match=r"search\.yaml: cannot be read"):
+        read_search(tmp_path)
 
 
 class Trial:
@@ -230,6 +237,8 @@ def test_side_by_side_killed_and_resumed_every_trial_is_had_once(tmp_path: Path)
 
 def test_the_page_shows_the_best_and_how_the_others_ended(tmp_path: Path) -> None:
     import optuna
+
+    from src.engine.sweep.search_page import write_search_page
 
     jobs, searched = Jobs(tmp_path, "", []), optuna.create_study(direction="maximize")
     ends = [("done", 0.5, ""), ("pruned", None, "worse than the median"), ("done", 0.9, ""), ("failed", None, "<b>|")]

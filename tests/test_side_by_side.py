@@ -102,7 +102,7 @@ sys.exit(int(short))
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
     monkeypatch.setenv("JOB_SECONDS", "0.3")
-    monkeypatch.setattr(Sweep, "_close", lambda sweep, stopped_by: 0)
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: 0)
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:

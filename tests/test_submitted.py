@@ -125,7 +125,7 @@ def search(folder: Path, *words: str) -> int:
 
 @pytest.mark.slow
 def test_a_whole_search(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.engine.sweep.search_plots.draw_study", lambda study, metric: [])
+    monkeypatch.setattr("src.engine.sweep.search_page.draw_study", lambda study, metric: [])
     slurm.at_once, folder = "done", tmp_path / "search"
     assert search(folder, "search.n_jobs=2", "cluster.setup='module load cuda'") == 0
     assert [Path(script).parent.name for script in slurm.scripts] == ["0", "1", "2"]

@@ -40,7 +40,7 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
-    monkeypatch.setattr(Sweep, "_close", lambda sweep, stopped_by: sweep.jobs.exit_code())
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: sweep.jobs.exit_code())
 
 
 def main(*words: str) -> int:

@@ -1,4 +1,4 @@
-"""What this machine has and can do, looked at and tried; findings.py says what it means."""
+"""What this machine has and can do, looked at and tried; examine.py says what it means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,19 +53,18 @@ class Facts:
     tries: dict[str, dict[str, Any]] = field(default_factory=dict)  # strategy -> {"seconds"} or {"error"}
 
 
-def look(say: Callable[[str], None] = lambda line: None) -> Facts:
-    """Everything that needs no training. `say` is given a line before what takes a while."""
-    say("asking torch and timm …")
-    outputs = ROOT / "outputs"
-    place = outputs if outputs.exists() else ROOT
+def look() -> Facts:
+    """Everything that needs no training."""
+    devices = nvidia.listed()
+    place = ROOT / "outputs" if (ROOT / "outputs").exists() else ROOT
     return Facts(
         in_container=any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")),
         libraries={name: (environment.version_of(name), version) for name, version in pins().items()},
-        devices=nvidia.listed(),
+        devices=devices,
         visible=len(hardware.visible_cuda_devices()),
         driver=nvidia.driver_version(),
         driver_cuda=nvidia.driver_cuda(),
-        topology=environment.topology() if nvidia.listed() else None,
+        topology=environment.topology() if devices else None,
         torch=probe("torch"),
         timm=probe("timm"),
         cores=hardware.cores(),

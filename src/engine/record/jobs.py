@@ -62,9 +62,9 @@ class Jobs:
         jobs = [dataclasses.asdict(job) for job in self.jobs]
         write_json(self.folder / "jobs.json", {"format": FORMAT, **own, "jobs": jobs})
 
-    def counts(self) -> dict[str, int]:
-        """Status -> how many jobs have it."""
-        return Counter(job.status for job in self.jobs)
+    def counts(self) -> str:
+        """How many jobs have which status: `3 done, 1 failed`."""
+        return ", ".join(f"{count} {status}" for status, count in Counter(job.status for job in self.jobs).items())
 
     @property
     def have_ended(self) -> bool:

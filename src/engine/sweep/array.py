@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,32 +80,23 @@ def update(folder: Path, task: int | None = None, code: int = 0) -> None:
 
     `task` has just ended with exit `code`, which stands in for a result that it has not left.
     """
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            with own(folder):
-                return _update(folder, task, code)
-        except ValueError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
+    with own(folder, patience=LOCK_SECONDS):
+        jobs = read_jobs(folder)
+        for job in jobs.jobs:
+            if job.id == task:
+                job.wait_again()
+            read_end(job, folder / job.folder)
+            if (
+                job.id == task and job.status in UNFINISHED and 0 < code < 128
+            ):  # above: a signal, after which it goes on
+                job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"
+        if jobs.have_ended:
+            jobs.status = "done"
+        jobs.write()
+        if jobs.status == "done":
+            from src.engine.report.report import write_report
 
-
-def _update(folder: Path, task: int | None, code: int) -> None:
-    jobs = read_jobs(folder)
-    for job in jobs.jobs:
-        if job.id == task:
-            job.wait_again()
-        read_end(job, folder / job.folder)
-        if job.id == task and job.status in UNFINISHED and 0 < code < 128:  # above: a signal, after which it goes on
-            job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"
-    if jobs.have_ended:
-        jobs.status = "done"
-    jobs.write()
-    if jobs.status == "done":
-        from src.engine.report.report import write_report
-
-        print(f"report       {write_report([folder])}")
+            print(f"report       {write_report([folder])}")
 
 
 if __name__ == "__main__":

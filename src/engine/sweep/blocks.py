@@ -58,23 +58,21 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
         first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed))
         freeze_job(folder, first[-1], point)
-    baseline = _baseline(first, points) if repeated else None
-    if baseline is not None:
-        _append(jobs, [_copy(jobs, baseline, None, "baseline_first")])
-    _append(jobs, in_order(jobs.order_seed, 0, first))
+    if repeated:
+        _append(jobs, [_copy(jobs, _baseline(first, points), None, "baseline_first")])
+    _append(jobs, first, block=0)
     for _ in range(1, blocks):
         append_block(jobs)
-    if baseline is not None and settings.repeats != "auto":
+    if settings.repeats != "auto":
         append_baseline(jobs)
     jobs.write()
     return jobs
 
 
-def _baseline(jobs: list[Job], points: list[Point]) -> Job | None:
+def _baseline(jobs: list[Job], points: list[Point]) -> Job:
     """The job that shows how the machine drifts: the first point with single that can run here, else the first that can."""
     can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
-    single = (job for job, point in can_run if point.config.parallel.strategy == "single")
-    return next(single, can_run[0][0] if can_run else None)
+    return min(can_run, key=lambda pair: pair[1].config.parallel.strategy != "single")[0]
 
 
 def append_block(jobs: Jobs) -> None:
@@ -83,7 +81,7 @@ def append_block(jobs: Jobs) -> None:
     block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
     again = [job for job in first if job.status in ("waiting", "done")]
     copies = [_copy(jobs, job, block, job.folder.replace("_block_0", f"_block_{block}", 1)) for job in again]
-    _append(jobs, in_order(jobs.order_seed, block, copies))
+    _append(jobs, copies, block)
 
 
 def append_baseline(jobs: Jobs) -> None:
@@ -116,15 +114,10 @@ def _reach(contrast: Contrast) -> float:
     return max(contrast.high / contrast.ratio, contrast.ratio / contrast.low) - 1
 
 
-def in_order(order_seed: int | None, block: int, jobs: list[Job]) -> list[Job]:
-    """The jobs in the order in which their block runs them; as written where nothing is shuffled."""
-    drawn = list(jobs)
-    if order_seed is not None:
-        random.Random(f"{order_seed} {block}").shuffle(drawn)
-    return drawn
-
-
-def _append(jobs: Jobs, more: list[Job]) -> None:
+def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
+    """Put `more` at the end; those of a block in the order drawn for it, as written where nothing is shuffled."""
+    if block is not None and jobs.order_seed is not None:
+        random.Random(f"{jobs.order_seed} {block}").shuffle(more)
     for job in more:
         job.id = job.position = len(jobs.jobs)
         jobs.jobs.append(job)

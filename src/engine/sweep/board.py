@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from src.engine.config.compose import read_frozen
 from src.engine.record.jobs import Job, Jobs
 from src.engine.sweep.packing import Packing
-from src.engine.sweep.points import Point
+from src.engine.sweep.points import Point, frozen_config
 from src.schema import DataConfig, ResolvedConfig
 
 SHOWN = 20  # rows; long sweeps show what is around the running jobs
@@ -41,7 +40,6 @@ class Board:
         self._updated = 0.0
         self._began = time.monotonic()
         self._done = 0  # jobs, since this start
-        self._progress: dict[int, Progress] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -63,32 +61,28 @@ class Board:
     def ended(self, job: Job) -> None:
         self._done += 1
         if self._live is None:
-            left = self.seconds_left()
-            more = f", about {left:.0f} s left" if left else ""
             reason = f": {job.reason}" if job.reason else ""
-            self.say(f"{job.status} in {job.seconds or 0:.1f} s: {job.name}{reason}{more}")
+            said = f"{job.status} in {job.seconds or 0:.1f} s: {job.name}{reason}"
+            self.say(", ".join(filter(None, (said, self._time_left()))))
         self.update(now=True)
 
-    def seconds_left(self) -> float | None:
-        """Estimated from the jobs done since this start, with the shares of those under way; None before anything is done."""
-        running = [job for job in self._jobs.jobs if job.status == "running"]
-        shares = sum(self._share(job) for job in running)
+    def _time_left(self) -> str:
+        """Estimated from the jobs done since this start, with the shares of those under way; empty before anything is done."""
+        shares = sum(self._share(job) for job in self._jobs.jobs if job.status == "running")
         done = self._done + shares
         left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs) - shares
-        return (time.monotonic() - self._began) * left / done if done > 0 and left > 0 else None
+        return f"about {(time.monotonic() - self._began) * left / done:.0f} s left" if done > 0 and left > 0 else ""
 
     def _share(self, job: Job) -> float:
-        """How much of its training a running job has done, in 0..1."""
-        if job.id not in self._progress:
-            self._progress[job.id] = Progress(self._jobs.folder / job.folder)
-        return self._progress[job.id].share()
+        """How much of its training a running job has done, in 0..1, by the newest line of its metrics.jsonl."""
+        folder = self._jobs.folder / job.folder
+        train, line = frozen_config(folder).train, last_line(folder / "metrics.jsonl")
+        by_steps = line.get("step", 0) / train.max_steps if train.max_steps else 0.0
+        return min(1.0, max(line.get("epoch", 0) / train.epochs, by_steps))
 
     def _table(self) -> Table:
-        counts = ", ".join(f"{count} {status}" for status, count in self._jobs.counts().items())
-        left = self.seconds_left()
-        title = counts + (f"; about {left:.0f} s left" if left else "")
-        if self._packing.most != 1:
-            title += f"; free: {self._packing.describe_free()}"
+        free = f"free: {self._packing.describe_free()}" if self._packing.most != 1 else ""
+        title = "; ".join(filter(None, (self._jobs.counts(), self._time_left(), free)))
         table = Table(title=title, title_justify="left")
         for column in ("job", "what", "status", "s"):
             table.add_column(column, justify="right" if column in ("job", "s") else "left")
@@ -106,19 +100,6 @@ class Board:
         first = max(0, min(middle - SHOWN // 2, len(jobs) - SHOWN))
         places = sorted({*range(first, min(len(jobs), first + SHOWN)), *running})
         return [jobs[place] for place in places]
-
-
-class Progress:
-    """How far a job has got, by its config and the newest line of its metrics.jsonl."""
-
-    def __init__(self, folder: Path) -> None:
-        train = read_frozen(folder).train
-        self._path, self._epochs, self._steps = folder / "metrics.jsonl", train.epochs, train.max_steps
-
-    def share(self) -> float:
-        line = last_line(self._path)
-        by_epochs = line.get("epoch", 0) / self._epochs
-        return min(1.0, max(by_epochs, line.get("step", 0) / self._steps) if self._steps else by_epochs)
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -139,19 +120,15 @@ def show_points(points: list[Point], training_size: Callable[[DataConfig], int |
     """
     table = Table("job", "overrides", "global batch", "per device", "lr", "steps", "can run here")
     for number, point in enumerate(points):
-        config = point.config
+        config, overrides = point.config, " ".join(point.overrides)
         if point.reason:
-            table.add_row(str(number), " ".join(point.overrides), "", "", "", "", f"skipped: {point.reason}")
+            table.add_row(str(number), overrides, "", "", "", "", f"skipped: {point.reason}")
             continue
         assert isinstance(config, ResolvedConfig)  # whoever has no reason against it has resolved it
-        batch, devices, size = config.global_batch, config.parallel.devices, training_size(config.data)
-        steps = "?"
+        batch, size, steps = config.global_batch, training_size(config.data), "?"
         if size is not None:
-            per_epoch = size // batch // config.train.accumulate
-            total = config.train.epochs * per_epoch
+            total = config.train.epochs * (size // batch // config.train.accumulate)
             steps = str(min(total, config.train.max_steps or total))
-        per_device = f"{batch / devices:g}"
-        table.add_row(
-            str(number), " ".join(point.overrides), str(batch), per_device, f"{config.learning_rate:g}", steps, "yes"
-        )
+        per_device, rate = f"{batch / config.parallel.devices:g}", f"{config.learning_rate:g}"
+        table.add_row(str(number), overrides, str(batch), per_device, rate, steps, "yes")
     Console(width=None if Console().is_terminal else 200, markup=False, emoji=False).print(table)

@@ -1,4 +1,4 @@
-"""A job of a sweep or search under way: how it is started, followed and stopped, and how it ended; and one that runs here."""
+"""A job of a sweep or search under way: how it is started, followed and stopped, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,42 +37,58 @@ def read_end(job: Job, folder: Path) -> None:
             write_result(folder, result)
 
 
-class Child(ABC):
-    """A job under way."""
-
-    peak_bytes = 0  # of this machine's memory, as far as it was looked at
+class Child:
+    """A job under way, in processes of its own here, on its share of the machine; Slurm's are in submitted.py."""
 
     def __init__(self, job: Job, folder: Path, watch: Watch | None) -> None:
         self.job, self.folder, self._watch = job, folder, watch
         self._pruned = ""
         self._began = time.monotonic()
+        self._oom_kills = hardware.oom_kills()
+        self._process: subprocess.Popen[bytes] | None = None  # None while it is being started, and where Slurm runs it
 
-    @abstractmethod
     def start(self, need: Need, names: Sequence[str]) -> None:
         """`names`: the devices that this job has to itself; empty: all that this process may use."""
+        variables, prepare = share_of(need, names)
+        (self.folder / "logs").mkdir(exist_ok=True)
+        with open(self.folder / "logs" / "console.log", "ab") as console:
+            self._process = subprocess.Popen(
+                job_command(self.folder),
+                env={**with_project_on_path(os.environ), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and we pass it on once
+                preexec_fn=None if WINDOWS else prepare,
+            )
 
-    @abstractmethod
-    def has_left(self) -> bool: ...
+    def has_left(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
 
-    @abstractmethod
     def send(self, number: int) -> None:
         """Make it save and leave, by the signal `number`. Does nothing if it has left."""
+        if self._process is not None:
+            pass_on(number, self._process)
 
-    @abstractmethod
     def wait(self) -> None:
         """After `send`: until it has left, if it is a process here."""
-
-    @abstractmethod
-    def without_result(self, error: str) -> tuple[str, str]:
-        """Status and reason of a job that left by itself without a result. `error` says what was found instead."""
+        if self._process is not None:
+            self._process.wait()
 
     def held_bytes(self) -> int:
         """Memory of this machine that it holds now."""
-        return 0
+        return 0 if self._process is None else usage.held_by(self._process.pid)
 
     def exit_code(self) -> int:
-        """Of its process. A job whose result says done has failed if this is not 0."""
-        return 0
+        """A job whose result says done has failed if this is not 0. Slurm's have none."""
+        return 0 if self._process is None else int(self._process.returncode)
+
+    def without_result(self, error: str) -> tuple[str, str]:
+        """Status and reason of a job that left by itself without a result. `error` says what was found instead."""
+        if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
+            return "out_of_memory", "its launcher was killed by the kernel, which ran out of memory"
+        return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:
         """True if it has left. Asks `watch` while it has not, and prunes the job once that gives a reason."""
@@ -113,53 +128,3 @@ class Child(ABC):
             write_result(self.folder, result)
         job.status, job.reason = result.status, result.reason
         return result
-
-
-class Process(Child):
-    """A job that runs here, in processes of its own, on its share of the machine."""
-
-    def __init__(self, job: Job, folder: Path, watch: Watch | None) -> None:
-        super().__init__(job, folder, watch)
-        self._oom_kills = hardware.oom_kills()
-        self._process: subprocess.Popen[bytes] | None = None  # None while it is being started
-
-    def start(self, need: Need, names: Sequence[str]) -> None:
-        variables, prepare = share_of(need, names)
-        (self.folder / "logs").mkdir(exist_ok=True)
-        with open(self.folder / "logs" / "console.log", "ab") as console:
-            self._process = subprocess.Popen(
-                job_command(self.folder),
-                env={**with_project_on_path(os.environ), **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and we pass it on once
-                preexec_fn=None if WINDOWS else prepare,
-            )
-
-    def has_left(self) -> bool:
-        assert self._process is not None
-        return self._process.poll() is not None
-
-    def send(self, number: int) -> None:
-        if self._process is not None:
-            pass_on(number, self._process)
-
-    def wait(self) -> None:
-        if self._process is not None:
-            self._process.wait()
-
-    def held_bytes(self) -> int:
-        assert self._process is not None
-        held = usage.held_by(self._process.pid)
-        self.peak_bytes = max(self.peak_bytes, held)
-        return held
-
-    def exit_code(self) -> int:
-        assert self._process is not None
-        return int(self._process.returncode)
-
-    def without_result(self, error: str) -> tuple[str, str]:
-        if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
-            return "out_of_memory", "its launcher was killed by the kernel, which ran out of memory"
-        return "failed", f"exit code {self.exit_code()}, and {error}"

@@ -85,9 +85,13 @@ def jobs_at_a_time(key: str, asked: int | str, configs: Sequence[Config], all_jo
     return int(asked)
 
 
-def why_alone(packing: Packing, need: Need) -> str:
-    """What keeps jobs of this need from running side by side, for people who asked for it."""
-    took = f"a job takes {min(need.count, packing.total[need.kind])} of {packing.total[need.kind]}"
+def why_alone(packing: Packing, needs: set[Need]) -> str:
+    """What keeps jobs of these needs from running side by side, for people who asked for it; empty if nothing does."""
+    if not needs or any(packing.beside(need) > 1 for need in needs):
+        return ""
+    need = max(needs, key=lambda need: need.count)
+    there_are = len(packing.devices[need.kind])
+    took = f"a job takes {min(need.count, there_are)} of {there_are}"
     if need.kind == "cpu":
         return f"{took} cores, so they run one at a time; parallel.threads_per_device=1 lets more run"
     return f"{took} {need.kind} devices, so they run one at a time"

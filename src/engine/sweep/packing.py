@@ -24,11 +24,13 @@ class Packing:
 
     def __init__(self, devices: Mapping[str, Sequence[str]], most: int | None = None) -> None:
         """`devices`: their names by kind. `most`: jobs at a time; None: as many as there are devices for."""
-        self.most = most
-        self.free = {kind: list(names) for kind, names in devices.items()}
-        self.total = {kind: len(names) for kind, names in devices.items()}
-        self.held: dict[int, tuple[Need, list[str]]] = {}
-        self._order = {name: place for names in devices.values() for place, name in enumerate(names)}
+        self.devices, self.most = devices, most
+        self.held: dict[int, tuple[Need, Sequence[str]]] = {}
+
+    def free(self, kind: str) -> list[str]:
+        """The devices of a kind that no job has."""
+        taken = {name for need, names in self.held.values() if need.kind == kind for name in names}
+        return [name for name in self.devices[kind] if name not in taken]
 
     def start_next(
         self, waiting: Sequence[tuple[int, Need]], has_memory: Callable[[int], bool] = lambda job: True
@@ -38,7 +40,7 @@ class Packing:
         `waiting`: (job, need) in order. `has_memory` is asked before a job starts beside others; a job without it waits,
         and is reserved as one without devices is.
         """
-        if self.is_full:
+        if len(self.held) == self.most:
             return None
         reserved: set[str] = set()
         for job, need in waiting if self.most == 1 else sorted(waiting, key=self._rank):
@@ -49,30 +51,30 @@ class Packing:
             if need.kind in reserved:
                 continue
             # Where nothing runs, nothing will become free: a job of devices that are gone runs too, and says so.
-            if not self.held or (self._count(need) <= len(self.free[need.kind]) and has_memory(job)):
+            if not self.held or (self._count(need) <= len(self.free(need.kind)) and has_memory(job)):
                 return job, self._take(job, need)
             reserved.add(need.kind)
         return None
 
     def release(self, job: int) -> None:
-        need, names = self.held.pop(job)
-        self.free[need.kind] = sorted(self.free[need.kind] + names, key=self._order.__getitem__)
+        del self.held[job]
 
     @property
     def is_full(self) -> bool:
-        """True if no job whatsoever could start."""
-        none_left = self.held and not any(self.free[need.kind] for need, _ in self.held.values())
-        return bool(none_left) or (self.most is not None and len(self.held) >= self.most)
+        """True if no job could start that takes devices of the kinds of those under way."""
+        none_left = bool(self.held) and not any(self.free(need.kind) for need, _ in self.held.values())
+        return none_left or len(self.held) == self.most
 
     def describe_free(self) -> str:
         """For people: of each kind that jobs hold, what is free."""
-        kinds = dict.fromkeys(need.kind for need, _ in self.held.values())
         names = {"cpu": "cores", "cuda": "CUDA devices", "mps": "Apple GPUs", "slurm": "places in Slurm's queue"}
-        return ", ".join(f"{len(self.free[kind])} of {self.total[kind]} {names[kind]}" for kind in kinds) or "all"
+        kinds = dict.fromkeys(need.kind for need, _ in self.held.values())
+        free = [f"{len(self.free(kind))} of {len(self.devices[kind])} {names[kind]}" for kind in kinds]
+        return ", ".join(free) or "all"
 
     def beside(self, need: Need) -> int:
         """How many jobs of this need the machine holds at a time."""
-        fit = 1 if need.alone else self.total[need.kind] // self._count(need)
+        fit = 1 if need.alone else len(self.devices[need.kind]) // self._count(need)
         return fit if self.most is None else min(fit, self.most)
 
     def _rank(self, entry: tuple[int, Need]) -> tuple[bool, int]:
@@ -80,10 +82,10 @@ class Packing:
 
     def _count(self, need: Need) -> int:
         """As many as are asked for, or all there are: four CPU ranks on two cores share them, but with no other job."""
-        return max(1, min(need.count, self.total[need.kind]))
+        return max(1, min(need.count, len(self.devices[need.kind])))
 
     def _take(self, job: int, need: Need) -> list[str]:
-        count = self.total[need.kind] if need.alone else self._count(need)
-        names, self.free[need.kind] = self.free[need.kind][:count], self.free[need.kind][count:]
+        free = self.free(need.kind)
+        names = free if need.alone else free[: self._count(need)]
         self.held[job] = (need, names)
         return names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from src.engine.config.cluster import CODE
 from src.engine.config.combinations import check_combination
-from src.engine.config.compose import Command, compose_command, freeze, to_config
+from src.engine.config.compose import Command, compose_command, freeze, read_frozen, to_config
 from src.engine.config.resolve import remarks, resolve
 from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import Job, config_hash
-from src.schema import Config, SearchConfig
+from src.schema import Config, ResolvedConfig, SearchConfig
 
 
 @dataclass
@@ -41,8 +42,9 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
+    compose = command.loader.load_sweep_config
     try:
-        points = [_compose_point(command, overrides, number) for number, overrides in enumerate(_product(command))]
+        points = [make_point(compose(command.tree, own), own, number) for number, own in enumerate(_product(command))]
     except HydraException as error:
         raise ValueError(" ".join(str(error).split())) from error
     if not points:
@@ -93,6 +95,12 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
     job.config_hash = config_hash(run_folder / "config.yaml")
 
 
+@cache
+def frozen_config(folder: Path) -> ResolvedConfig:
+    """The config that `freeze_job` wrote into a run folder, read once."""
+    return read_frozen(folder)
+
+
 def _save_hydra_files(tree: DictConfig, folder: Path) -> None:
     """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
     hydra = OmegaConf.masked_copy(tree, ["hydra"])
@@ -127,10 +135,6 @@ def _product(command: Command) -> list[list[str]]:
         return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
-
-
-def _compose_point(command: Command, overrides: list[str], number: int) -> Point:
-    return make_point(command.loader.load_sweep_config(command.tree, overrides), overrides, number)
 
 
 def _share_threads(configs: list[Config]) -> None:

@@ -6,22 +6,21 @@ import shlex
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
-from src.engine.config.compose import read_frozen
 from src.engine.launch.supervisor import signal_handlers
 from src.engine.machine import hardware
 from src.engine.machine.lock import own
 from src.engine.record.jobs import Job, Jobs, now
-from src.engine.record.result import Result
 from src.engine.sweep.board import Board
-from src.engine.sweep.child import Child, Process, Watch
+from src.engine.sweep.child import Child, Watch
 from src.engine.sweep.devices import devices_here, least_bytes, need_of, why_alone
 from src.engine.sweep.packing import Need, Packing
+from src.engine.sweep.points import frozen_config
 from src.engine.sweep.submitted import SlurmQueue, Submitted
 
 POLL_SECONDS = 0.02
@@ -29,83 +28,87 @@ SLURM_POLL_SECONDS = 0.25  # what a poll looks at lies on a network file system
 LOOK_SECONDS = 1.0  # between two looks at the memory of running jobs
 
 
-class Queue(Protocol):
-    """Where jobs come from: a sweep has them all, a search asks for the next trial."""
+class Runner(ABC):
+    """Runs the jobs that wait: a sweep has them all, a search asks for the next trial. A stop signal ends those under way."""
 
     needed_at_end: Sequence[str]  # modules that take a second to import, so they are while the first job imports torch
 
-    def waiting(self) -> Sequence[Job]:
-        """Frozen jobs that may start now. Asked again when one has started or ended; all is done when none waits or runs."""
-
-    def watch(self, job: Job) -> Watch | None:
-        """What tells that the running job should be pruned, if anything."""
-
-    def ended(self, job: Job) -> None:
-        """Called when a job has ended and holds how, before that is recorded."""
-
-
-class Runner:
-    """Runs the jobs of a queue. A stop signal ends the jobs under way and is remembered."""
-
-    def __init__(self, jobs: Jobs, most: int | None = 1, slurm: SlurmQueue | None = None) -> None:
+    def __init__(self, jobs: Jobs, most: int | None, slurm: SlurmQueue | None = None) -> None:
         """`most`: jobs at a time; None: as many as there are devices for. `slurm`: where they run, None for here."""
-        self.jobs = jobs
+        self.jobs, self.most, self.slurm = jobs, most, slurm
         self.stopped_by: int | None = None
-        self._slurm = slurm
         self._packing = Packing(devices_here() if slurm is None else {"slurm": list(map(str, range(most or 1)))}, most)
         self._children: dict[int, Child] = {}
         self._board = Board(jobs, self._packing)
-        self._needs: dict[int, tuple[Need, int]] = {}  # of a job, and the least memory that it takes
         self._largest = 0  # bytes that any job has held
         self._alone: set[int] = set()  # jobs that had too little memory beside others
         self._looked = time.monotonic()
         self._may_start = True  # something has changed since the last try
 
-    def run(self, queue: Queue) -> None:
-        """Run jobs until the queue has no more, or a signal has ended those under way."""
+    @abstractmethod
+    def waiting(self) -> list[Job]:
+        """Frozen jobs that may start now. Asked again when one has started or ended; all is done when none waits or runs."""
+
+    def watch(self, job: Job) -> Watch | None:
+        """What tells that the job, which now starts, should be pruned, if anything."""
+        return None
+
+    def ended(self, job: Job) -> None:
+        """Record that a job has ended, and how, which it holds: in jobs.json and on the screen."""
+        self.jobs.write()
+        self._board.ended(job)
+
+    @abstractmethod
+    def _close(self) -> int:
+        """The page on all jobs, last lines, exit code."""
+
+    def run(self) -> int:
+        """Run jobs until none waits any more, or a signal has ended those under way. Returns the exit code."""
         with own(self.jobs.folder), signal_handlers(self._stop), self._board.shown():
             try:
-                self._run(queue)
+                self._run()
             finally:
                 for child in self._children.values():  # of an exception
                     child.send(signal.SIGTERM)
                 for child in self._children.values():
                     child.wait()
+        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
+        self.jobs.write()
+        return self._close()
 
-    def _run(self, queue: Queue) -> None:
-        self._say_if_alone(queue)
-        early = list(queue.needed_at_end) if hardware.cores() > 1 else []  # on one core nothing is saved
+    def _run(self) -> None:
+        if self._packing.most != 1 and (why := why_alone(self._packing, {self._need(job) for job in self.waiting()})):
+            self._board.say(why)
+        early = list(self.needed_at_end) if hardware.cores() > 1 else []  # on one core nothing is saved
         while True:
             while self.stopped_by is None and self._may_start:
-                self._may_start = self._start_next(queue)
+                self._may_start = self._start_next()
             if not self._children:
                 return
             while early:
                 import_module(early.pop())
-            time.sleep(POLL_SECONDS if self._slurm is None else SLURM_POLL_SECONDS)
+            time.sleep(POLL_SECONDS if self.slurm is None else SLURM_POLL_SECONDS)
             self._board.update()
-            self._look_at_memory()
+            if self._packing.most != 1 and time.monotonic() - self._looked > LOOK_SECONDS:
+                self._looked, self._may_start = time.monotonic(), True
+                self._held_bytes()
             for child in [child for child in self._children.values() if child.has_ended()]:
-                self._end(child, queue)
+                self._end(child)
                 self._may_start = True
 
-    def record(self, job: Job) -> None:
-        """Write down how a job ended, in jobs.json and on the screen."""
-        self.jobs.write()
-        self._board.ended(job)
-
-    def _start_next(self, queue: Queue) -> bool:
-        if self._packing.is_full:
-            return False
+    def _start_next(self) -> bool:
         again = [job for job in self.jobs.jobs if job.id in self._alone and job.status == "waiting"]
-        waiting = {job.id: job for job in [*again, *queue.waiting()]}
-        chosen = self._packing.start_next([(id, self._need(job)) for id, job in waiting.items()], self._has_memory)
+        waiting = {job.id: job for job in [*again, *self.waiting()]}
+        needs = [(id, self._need(job)) for id, job in waiting.items()]
+        chosen = self._packing.start_next(needs, lambda id: self._has_memory(waiting[id]))
         if chosen is None:
             return False
         job, names = waiting[chosen[0]], chosen[1]
-        child = self._children[job.id] = self._child(job, queue.watch(job))
+        folder, watch = self.jobs.folder / job.folder, self.watch(job)
+        child = Child(job, folder, watch) if self.slurm is None else Submitted(job, folder, watch, self.slurm)
+        self._children[job.id] = child
         job.status, job.started = "running", now()
-        if self._slurm is None:  # which gives each job its own
+        if self.slurm is None:  # which gives each job its own
             for one in self._children.values():
                 one.job.neighbours = max(one.job.neighbours, len(self._children) - 1)
         self.jobs.write()  # before it starts: what goes on without us must be found again
@@ -115,65 +118,46 @@ class Runner:
         self._board.update(now=True)
         return True
 
-    def _child(self, job: Job, watch: Watch | None) -> Child:
-        folder = self.jobs.folder / job.folder
-        return Process(job, folder, watch) if self._slurm is None else Submitted(job, folder, watch, self._slurm)
-
-    def _end(self, child: Child, queue: Queue) -> None:
+    def _end(self, child: Child) -> None:
         job = child.job
         result = child.conclude(self.stopped_by)
         del self._children[job.id]
         self._packing.release(job.id)
-        self._largest = max(self._largest, child.peak_bytes)
-        if self.stopped_by is None and job.neighbours and job.id not in self._alone and wants_memory(job, result):
+        # A GPU is the job's own: alone it would be as short of memory there.
+        on_gpu = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
+        was_short = job.status == "out_of_memory" and not on_gpu and job.neighbours > 0
+        if was_short and job.id not in self._alone and self.stopped_by is None:
             self._alone.add(job.id)
             self._board.say(f"out of memory beside {job.neighbours} other(s), so once more alone: {job.name}")
             job.wait_again()
             self.jobs.write()
         else:
-            queue.ended(job)
-            self.record(job)
-
-    def _say_if_alone(self, queue: Queue) -> None:
-        """Say so where jobs side by side were asked for, but each takes so much that it will run alone."""
-        needs = {self._need(job) for job in queue.waiting()} if self._packing.most != 1 else set()
-        if needs and all(self._packing.beside(need) == 1 for need in needs):
-            self._board.say(why_alone(self._packing, max(needs, key=lambda need: need.count)))
+            self.ended(job)
 
     def _need(self, job: Job) -> Need:
-        if job.id not in self._needs:
-            config = read_frozen(self.jobs.folder / job.folder)
-            self._needs[job.id] = need_of(config), least_bytes(config)
-        need = self._needs[job.id][0]
-        return Need(need.kind, need.count, True) if job.id in self._alone else need
+        need = need_of(frozen_config(self.jobs.folder / job.folder))
+        return replace(need, alone=True) if job.id in self._alone else need
 
-    def _has_memory(self, job: int) -> bool:
+    def _has_memory(self, job: Job) -> bool:
         """True if the job fits beside those under way, once all have grown to the most that any of this sweep has held."""
-        expected = max(self._largest, self._needs[job][1])
-        held = [child.held_bytes() for child in self._children.values()]
-        self._largest = max(self._largest, *held)
+        held = self._held_bytes()
+        expected = max(self._largest, least_bytes(frozen_config(self.jobs.folder / job.folder)))
         return hardware.available_memory() >= expected + sum(max(0, expected - bytes) for bytes in held)
 
-    def _look_at_memory(self) -> None:
-        if self._packing.most != 1 and time.monotonic() - self._looked > LOOK_SECONDS:
-            self._looked, self._may_start = time.monotonic(), True
-            self._largest = max([self._largest, *(child.held_bytes() for child in self._children.values())])
+    def _held_bytes(self) -> list[int]:
+        """The memory that each job under way holds now."""
+        held = [child.held_bytes() for child in self._children.values()]
+        self._largest = max(self._largest, *held, 0)
+        return held
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or number
         for child in self._children.values():
             child.send(number)
 
-
-def wants_memory(job: Job, result: Result | None) -> bool:
-    """True if the job ended because this machine's memory was short. A GPU is the job's own: there it would end so again."""
-    on_device = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
-    return job.status == "out_of_memory" and not on_device
-
-
-def say_stopped(number: int, folder: Path) -> int:
-    """Say how to go on after a stop signal; returns the exit code."""
-    name = signal.Signals(number).name
-    again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder}"])
-    print(f"Stopped by {name}. Go on with: {again}", file=sys.stderr)
-    return 128 + number
+    def _say_stopped(self, number: int) -> int:
+        """Say how to go on after a stop signal; returns the exit code."""
+        name = signal.Signals(number).name
+        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={self.jobs.folder}"])
+        print(f"Stopped by {name}. Go on with: {again}", file=sys.stderr)
+        return 128 + number

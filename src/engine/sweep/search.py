@@ -13,7 +13,6 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from src.engine.record.result import read_result
 from src.engine.sweep.child import read_end
 from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, freeze_job, keys_that_may_change
-from src.engine.sweep.runner import Runner, say_stopped
+from src.engine.sweep.runner import Runner
 from src.engine.sweep.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
 from src.engine.sweep.study import Follower, ask, open_study
 from src.engine.sweep.submitted import SlurmQueue
@@ -55,11 +54,10 @@ def start_search(command: Command, base: Point) -> int:
         study_name=settings.study_name or f"{config.task_name} {folder.parent.name} {folder.name}",
     )
     try:
-        study = open_study(folder, read_search(folder)[0], is_new=True)
+        search = Search(new_jobs(folder), settings.n_trials, most, config.cluster, is_new=True)
     except ValueError:
         shutil.rmtree(folder)
         raise
-    search = Search(new_jobs(folder), study, settings.n_trials, most, config.cluster)
     try:
         return search.run()
     except ValueError:
@@ -67,7 +65,7 @@ def start_search(command: Command, base: Point) -> int:
         if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
             import optuna
 
-            optuna.delete_study(study_name=study.study_name, storage=study._storage)  # so that its name is free again
+            optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)  # its name is free
             shutil.rmtree(folder)
         raise
 
@@ -85,24 +83,25 @@ def resume_search(folder: Path, command: Command) -> int:
     most = jobs_at_a_time("search.n_jobs", n_jobs, [] if point.reason else [point.config], config)
     jobs = read_jobs(folder)
     jobs.status = "running"
-    return Search(jobs, open_study(folder, config, is_new=False), n_trials, most, command.config.cluster).run()
+    return Search(jobs, n_trials, most, command.config.cluster, is_new=False).run()
 
 
-class Search:
-    """A queue of trials: asks for one when there is room for it, tells how it ended. Trial number and job id are the same."""
+class Search(Runner):
+    """Asks for a trial when there is room for it, tells how it ended. Trial number and job id are the same."""
 
-    needed_at_end: Sequence[str] = ("src.engine.sweep.search_page", "optuna.visualization.matplotlib")
+    needed_at_end = ("src.engine.sweep.search_page",)
 
-    def __init__(
-        self, jobs: Jobs, study: optuna.Study, n_trials: int, most: int | None, command: ClusterConfig
-    ) -> None:
+    def __init__(self, jobs: Jobs, n_trials: int, most: int | None, command: ClusterConfig, *, is_new: bool) -> None:
         """`most`: trials at a time; None: as many as there are devices for. `command`: this one's `cluster`, for its code."""
-        self.jobs, self.study, self.most = jobs, study, most
         self.config, self.base, self.space = read_search(jobs.folder)
-        self.slurm = SlurmQueue(command) if self.config.cluster.scheduler == "slurm" else None
+        super().__init__(jobs, most, SlurmQueue(command) if self.config.cluster.scheduler == "slurm" else None)
+        self.study = open_study(jobs.folder, self.config, is_new)
         self.n_trials = n_trials
         self.failed = 0  # since this start
-        self._take_over_ends()
+        told = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
+        for job in jobs.jobs:  # killed before it could write jobs.json, the study knows more
+            if job.status in UNFINISHED and job.id in told:
+                job.status, job.reason = told[job.id]["status"], told[job.id]["reason"]
         begun = sum(job.status not in UNFINISHED or bool(job.overrides) for job in jobs.jobs)
         del jobs.jobs[max(begun, n_trials) :]
         for number in range(len(jobs.jobs), n_trials):
@@ -113,26 +112,12 @@ class Search:
                 read_end(job, jobs.folder / job.folder)
             if job.status in UNFINISHED:
                 job.wait_again()
-        self._runner = Runner(jobs, most, self.slurm)
         self._next: Job | None = None  # asked for, and not started yet
         self._trials: dict[int, optuna.Trial] = {}  # asked for, and not told yet
 
-    def _take_over_ends(self) -> None:
-        """Take over how trials have ended that the study knows of: the search was killed before it could write jobs.json."""
-        told = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
-        for job in self.jobs.jobs:
-            if job.status in UNFINISHED and job.id in told:
-                job.status, job.reason = told[job.id]["status"], told[job.id]["reason"]
-
-    def run(self) -> int:
-        self._runner.run(self)
-        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
-        self.jobs.write()
-        return self._close(self._runner.stopped_by)
-
     def waiting(self) -> list[Job]:
         """The next trial, asked for only when another may start, so that it knows how the earlier ones have ended."""
-        if self._next is None and not self._has_failed_too_often():
+        if self._next is None and not self._packing.is_full and not self._has_failed_too_often():
             self._next = self._ask()
         return [] if self._next is None else [self._next]
 
@@ -143,6 +128,7 @@ class Search:
 
     def ended(self, job: Job) -> None:
         self._tell(job, self._trials.pop(job.id))
+        super().ended(job)
 
     def _ask(self) -> Job | None:
         """The next trial to run, frozen; None: there are no more. Tells of those that cannot run, or have ended already."""
@@ -155,7 +141,6 @@ class Search:
             if job.status == "waiting":
                 return job
             self.ended(job)
-            self._runner.record(job)
         return None
 
     def _freeze(self, job: Job, trial: optuna.Trial) -> None:
@@ -177,14 +162,11 @@ class Search:
             job.status, job.reason = "not_finite", f"{self.config.optimized_metric} is {value}"
         trial.set_user_attr("status", job.status)
         trial.set_user_attr("reason", job.reason)
-        if job.status == "interrupted":
-            return
+        self.failed += job.status in FAILED
         if job.status == "done":
             self.study.tell(trial, value)
-            return
-        pruned = job.status == "pruned"
-        self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
-        self.failed += job.status in FAILED
+        elif job.status != "interrupted":
+            self.study.tell(trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
 
     def _has_failed_too_often(self) -> bool:
         """True if so many have failed that no more are to be tried; says so once."""
@@ -199,17 +181,19 @@ class Search:
         self._to_come.clear()
         return True
 
-    def _close(self, stopped_by: int | None) -> int:
+    def _close(self) -> int:
         """Page, last lines, exit code: 0 when any trial has a value."""
-        from src.engine.sweep.search_page import best_trial, write_search_page
+        from src.engine.sweep.search_page import write_search_page
 
-        print("search       " + ", ".join(f"{count} {status}" for status, count in self.jobs.counts().items()))
-        best = best_trial(self.study)
-        if best is not None:
-            job = self.jobs.jobs[best.number]
-            print(f"best         {self.config.optimized_metric} {best.value:.4f} in trial {job.id}: {job.name}")
+        print(f"search       {self.jobs.counts()}")
+        has_value = any(job.status == "done" for job in self.jobs.jobs)
+        if has_value:
+            job = self.jobs.jobs[self.study.best_trial.number]
+            print(
+                f"best         {self.config.optimized_metric} {self.study.best_value:.4f} in trial {job.id}: {job.name}"
+            )
             print(f"again        {shlex.join(['python', 'train.py', *job.overrides])}")
         print(f"page         {write_search_page(self.jobs, self.study, self.config)}")
-        if stopped_by is not None:
-            return say_stopped(stopped_by, self.jobs.folder)
-        return 0 if best is not None and self.jobs.status == "done" else 1
+        if self.stopped_by is not None:
+            return self._say_stopped(self.stopped_by)
+        return 0 if has_value and self.jobs.status == "done" else 1

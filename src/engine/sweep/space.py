@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from src.engine.config.cluster import CODE
 from src.engine.config.compose import Command, to_config
@@ -73,18 +74,16 @@ def read_space(command: Command) -> list[Dimension]:
             space[override.key_or_group] = _dimension(override)
         else:
             space.pop(override.key_or_group, None)
-    for dimension in space.values():
-        if command.loader.get_group_options(dimension.name, ObjectType.CONFIG):
+    for name, dimension in space.items():
+        if command.loader.get_group_options(name, ObjectType.CONFIG):
             raise ValueError(
-                f"{dimension.name}={dimension.text}: {dimension.name} is a group, and a search takes keys; sweep over "
-                f"it (-m {dimension.name}=… without search=…), or search {dimension.name}.<key>"
+                f"{name}={dimension.text}: {name} is a group, and a search takes keys; sweep over it "
+                f"(-m {name}=… without search=…), or search {name}.<key>"
             )
-        if dimension.name.split(".")[0] in NOT_SEARCHED:
-            raise ValueError(f"{dimension.name}={dimension.text}: cannot be searched; give it one value")
-        if not is_known(dimension.name):
-            raise ValueError(
-                f"{dimension.name}={dimension.text}: unknown key {dimension.name}{key_hint(dimension.name)}"
-            )
+        if name.split(".")[0] in NOT_SEARCHED:
+            raise ValueError(f"{name}={dimension.text}: cannot be searched; give it one value")
+        if not is_known(name):
+            raise ValueError(f"{name}={dimension.text}: unknown key {name}{key_hint(name)}")
     return list(space.values())
 
 
@@ -113,7 +112,7 @@ def _dimension(override: Any) -> Dimension:
     name, sweep = override.key_or_group, override.value()
     written = str(override.input_line)
     key, _, text = written.partition("=")
-    tags = set(sweep.tags) if hasattr(sweep, "tags") else set()
+    tags = set(getattr(sweep, "tags", ()))
     if override.is_interval_sweep():
         if tags - {"log", "int", "float"}:
             raise ValueError(f"{written}: unknown tag {', '.join(sorted(tags))}; allowed: log, int, float")
@@ -203,7 +202,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     try:
         tree = OmegaConf.load(folder / FROZEN)
         assert isinstance(tree, DictConfig)
-    except (OSError, AssertionError):
+    except (OSError, AssertionError, YAMLError):
         raise ValueError(f"{folder / FROZEN}: cannot be read") from None
     OmegaConf.set_struct(tree, True)
     config = to_config(tree)

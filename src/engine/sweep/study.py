@@ -51,17 +51,14 @@ def ask(
     from optuna.trial import Trial
 
     begun = [trial for trial in study.get_trials(deepcopy=False) if trial.number == number]
-    goes_on = bool(begun) and not begun[0].state.is_finished()
-    if goes_on and len(begun[0].params) == len(space):
-        return Trial(study, begun[0]._trial_id)
     study.sampler = _sampler(settings, number, most)
-    trial = Trial(study, begun[0]._trial_id) if goes_on else study.ask()  # killed while it was being asked for
+    trial = Trial(study, begun[0]._trial_id) if begun and not begun[0].state.is_finished() else study.ask()
     if trial.number != number:
         raise ValueError(
             f"search.study_name={study.study_name}: the study has trials of another search; start a new one"
         )
     for dimension in space:
-        trial._suggest(dimension.name, dimension.distribution())
+        trial._suggest(dimension.name, dimension.distribution())  # what it has a value for already, it keeps
     return trial
 
 

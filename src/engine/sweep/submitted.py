@@ -24,6 +24,7 @@ from src.schema import ClusterConfig
 
 LOOK_SECONDS = 3.0  # between two looks at Slurm's queue, which all of its users ask
 PATIENCE_SECONDS = 60.0  # with a controller that does not answer, before a search gives up
+GOES_ON = (None, "interrupted")  # statuses that are no end: its time was up, or it was cancelled
 FILES_SECONDS = 10.0  # for a network file system to show here what a node has written
 
 
@@ -77,7 +78,7 @@ class Submitted(Child):
     def start(self, need: Need, names: Sequence[str]) -> None:
         self._number = self._queue.job_now(self._script)
         if self._number is None:
-            if self._has_final_result():
+            if read_status(self.folder) not in GOES_ON:
                 return
             config = read_frozen(self.folder)
             config.cluster = with_code(config.cluster, self._queue.code)
@@ -86,12 +87,13 @@ class Submitted(Child):
         write_text(self.folder / JOB_ID, f"{self._number}\n")
 
     def has_left(self) -> bool:
-        if self._number is None or self._is_done():
+        status = read_status(self.folder)
+        if self._number is None or status == "done":
             return True
         if self._queue.job_of(self._script) is not None:
             self._missed = None
             return False
-        if self._cancelled or self._has_final_result():
+        if self._cancelled or status not in GOES_ON:
             return True
         self._missed = self._missed or time.monotonic()
         return time.monotonic() - self._missed > FILES_SECONDS
@@ -100,9 +102,6 @@ class Submitted(Child):
         if self._number is not None:
             self._cancelled = True
             cancel(self._number)
-
-    def wait(self) -> None:
-        """Slurm ends it."""
 
     def conclude(self, stopped_by: int | None) -> Result | None:
         result = super().conclude(stopped_by)
@@ -114,10 +113,3 @@ class Submitted(Child):
         state = state_of(str(self._number))
         status = "out_of_memory" if state == "OUT_OF_MEMORY" else "failed"
         return status, f"job {self._number} left Slurm's queue{f' as {state}' if state else ''}, and {error}"
-
-    def _is_done(self) -> bool:
-        return read_status(self.folder) == "done"
-
-    def _has_final_result(self) -> bool:
-        """True if it has ended for good. An interrupted one goes on: its time was up, or it was cancelled."""
-        return read_status(self.folder) not in (None, "interrupted")

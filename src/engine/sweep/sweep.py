@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from src.engine.sweep.board import show_points
 from src.engine.sweep.child import read_end
 from src.engine.sweep.devices import jobs_at_a_time
 from src.engine.sweep.points import Point, expand, keys_that_may_change
-from src.engine.sweep.runner import Runner, say_stopped
+from src.engine.sweep.runner import Runner
 from src.engine.sweep.space import FROZEN
 from src.schema import Config, DataConfig
 
@@ -37,7 +37,7 @@ def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None])
         from src.engine.sweep.search import resume_search, start_search
 
         return start_search(command, points[0]) if earlier is None else resume_search(earlier, command)
-    if settings.dry_run:
+    if settings.dry_run and earlier is None:
         show_points(points, training_size)
         return 0
     jobs, most, configs = _new(command, points) if earlier is None else _reopened(earlier, command)
@@ -77,29 +77,25 @@ def _reopened(folder: Path, command: Command) -> tuple[Jobs, int | None, list[Co
     again = [job for job in jobs.jobs if job.status in (*UNFINISHED, *FAILED)]
     configs: list[Config] = []
     for job in again:
-        config = folder / job.folder / "config.yaml"
-        if not config.exists():
-            raise ValueError(f"{config}: missing, so this job cannot be resumed; start the sweep anew")
+        config = read_frozen(folder / job.folder)
+        config.cluster = with_code(config.cluster, command.config.cluster)
+        configs.append(config)
         job.wait_again()
-        configs.append(read_frozen(config.parent))
-        configs[-1].cluster = with_code(configs[-1].cluster, command.config.cluster)
     jobs.status = "running"
     first = configs[0] if configs else command.config
     asked = command.config.sweep.jobs if "sweep.jobs" in keys else first.sweep.jobs
     return jobs, jobs_at_a_time("sweep.jobs", asked, configs, first), configs
 
 
-class Sweep:
+class Sweep(Runner):
     """Runs the waiting jobs of a sweep. A job that fails is a row; a signal ends the jobs under way and the sweep."""
 
     def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
         """`most`: jobs at a time; None: as many as there are devices for."""
-        self.jobs, self.most = jobs, most
+        super().__init__(jobs, most)
         self.settings = read_frozen(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
         # Where jobs are timed, importing beside the first one would slow its start down.
-        self.needed_at_end: Sequence[str] = (
-            () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
-        )
+        self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
 
     def waiting(self) -> list[Job]:
         """With `sweep.repeats=auto`, once all have ended, also those of one more block, as long as the report needs one."""
@@ -108,33 +104,17 @@ class Sweep:
             more(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 
-    def watch(self, job: Job) -> None:
-        """Nothing prunes a job of a sweep."""
-
-    def ended(self, job: Job) -> None:
-        """However it ended, it is a row."""
-
-    def run(self) -> int:
-        runner = Runner(self.jobs, self.most)
-        runner.run(self)
-        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
-        self.jobs.write()
-        return self._close(runner.stopped_by)
-
-    def _close(self, stopped_by: int | None) -> int:
+    def _close(self) -> int:
         """Report, last lines, exit code."""
         from src.engine.report.report import write_report
 
-        counts = self.jobs.counts()
         report = write_report([self.jobs.folder])
-        print(f"sweep        {', '.join(f'{count} {status}' for status, count in counts.items())}")
+        print(f"sweep        {self.jobs.counts()}")
         print(f"report       {report}")
-        if stopped_by is not None:
-            return say_stopped(stopped_by, self.jobs.folder)
+        if self.stopped_by is not None:
+            return self._say_stopped(self.stopped_by)
         for job in self.jobs.jobs:
             if job.status in (*FAILED, "interrupted"):
-                print(
-                    f"{job.status}: {job.name}: {job.reason} (log: {self.jobs.folder / job.folder / 'logs'})",
-                    file=sys.stderr,
-                )
+                log = self.jobs.folder / job.folder / "logs"
+                print(f"{job.status}: {job.name}: {job.reason} (log: {log})", file=sys.stderr)
         return self.jobs.exit_code()
