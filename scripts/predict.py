@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 
 from src.engine.config.arguments import CommandLine, number_or_auto, refused_in_a_line, whole_number
 from src.engine.launch.leaving import leave
+from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.schema import Config, DataConfig, ParallelConfig
 
 
@@ -38,21 +39,21 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    if given.parallel == "ddp" and "RANK" not in os.environ:
+    ranks = ranks_from_environment(os.environ)
+    if given.parallel == "ddp" and ranks is None:
         from src.engine.config.resolve import resolve
         from src.engine.launch.torchrun import start_as_ranks
 
         parallel = ParallelConfig(strategy="ddp", devices=given.devices)
         data = DataConfig(batch_size=None, batch_size_per_device=given.batch_size)
         return start_as_ranks(resolve(Config(parallel=parallel, data=data)).parallel, __file__, argv)
-    _predict(given)
+    _predict(given, ranks)
     return 0
 
 
-def _predict(given: argparse.Namespace) -> None:
+def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
     from src.engine.launch.rendezvous import open_store
     from src.engine.machine.process import die_with_parent
-    from src.engine.machine.ranks import Ranks, ranks_from_environment
     from src.trained.predict import PredictionRequest, predict, write
 
     started = time.monotonic()
@@ -66,7 +67,6 @@ def _predict(given: argparse.Namespace) -> None:
         workers=given.workers,
         parallel=ParallelConfig(strategy=given.parallel, devices=given.devices),
     )
-    ranks = ranks_from_environment(os.environ)
     if ranks is not None:
         die_with_parent()
     ranks = ranks or Ranks()

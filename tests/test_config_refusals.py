@@ -202,6 +202,8 @@ PLACES = [
     (f"hydra.run.dir={TRAIN}/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
     ("hydra.mode=MULTIRUN", "hydra.mode", "--multirun"),
+    ("hydra.sweeper.params={seed:3}", "hydra.sweeper.params={seed:3}", "-m"),
+    ("-m hydra.sweeper.params.seed=3", "hydra.sweeper.params.seed=3", "-m key=a,b"),
     ("resume=/nonexistent", "resume=/nonexistent"),
     ("--hlep", "--hlep"),
 ]

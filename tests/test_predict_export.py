@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from scripts import export as export_script
 from scripts import predict as predict_script
 from src.data.datasets import build_images
-from src.engine.machine.ranks import Ranks
+from src.engine.machine.ranks import NEEDED, Ranks
 from src.schema import DataConfig, ParallelConfig
 from src.trained import export
 from src.trained.load import load_trained
@@ -114,6 +114,24 @@ def test_the_command_predicts_under_ddp(train: Train, finished_run: Finished, di
     assert done.stdout == "" and "271 images in" in done.stderr and "1 unreadable" in done.stderr
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 271
+
+
+def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else each of them would start ranks of its own, which write the same file."""
+    for name in NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    for name, value in (("NUM_TASKS", "2"), ("NUM_NODES", "1"), ("TASKS_PER_NODE", "2")):
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    given: list[Ranks] = []
+    monkeypatch.setattr("src.engine.machine.process.die_with_parent", lambda: None)
+    monkeypatch.setattr("src.engine.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("ranks of its own"))
+    monkeypatch.setattr("src.engine.launch.rendezvous.open_store", lambda ranks: None)
+    monkeypatch.setattr("src.trained.predict.predict", lambda request, ranks, store: given.append(ranks) or [])
+    (tmp_path / "config.yaml").touch()
+    assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
+    assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,12 @@ def compose_command(arguments: Any) -> Command:
             tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
         except KeyError as error:  # Hydra looks it up while it composes
             raise ValueError(f"hydra.job.env_copy={error}: not set; ranks inherit the environment") from None
-        except AttributeError as error:
-            if error.obj is not None:
+        except (AttributeError, AssertionError) as error:  # of a key below a block that is null
+            if getattr(error, "obj", None) is not None:
                 raise
-            raise ValueError(
-                "hydra=null: a YAML file empties the block that Hydra itself reads; leave it out"
-            ) from None
+            params = (word.input_line for word in overrides if word.key_or_group.startswith("hydra.sweeper.params"))
+            given = next(params, "hydra=null")
+            raise ValueError(f"{given}: no such block of Hydra's here; leave it out (sweep with -m key=a,b)") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         check_code(config, arguments.overrides, CONF / "local" / "default.yaml")
