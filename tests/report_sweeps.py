@@ -101,7 +101,7 @@ def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator
     shared = {"shared": True} if strategy == "dp" and accelerator == "cpu" else {}
     proof: dict[str, Any] = {"optimizers": ranks, "files_per_rank": {"0": 9} | {str(r): 1 for r in range(1, ranks)}}
     if strategy == "ddp":
-        proof |= {"hashes_equal": True, "parameters_hash_start": "11", "backend_reason": "fits the accelerator"}
+        proof |= {"hashes_equal": True, "parameters_hash_start": "11"}
         proof |= {"indices_seen": 1440, "indices_distinct": 1440, "indices_expected": 1440}
     if strategy == "dp":
         proof |= {"chunk_sizes": [batch // devices] * devices}

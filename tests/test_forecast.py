@@ -110,14 +110,16 @@ def test_a_slow_loader_bounds_every_count() -> None:
     assert forecast(runs).weak[-1].speed == pytest.approx(1024 * 200, rel=0.05)
 
 
-def sweep_folder(folder: Path, neighbours: int = 0) -> Path:
+def sweep_folder(folder: Path, neighbours: int = 0, warm_up: int | None = None) -> Path:
+    """`warm_up`: on as many devices the baseline runs once more, ten times as slow, before all."""
     jobs = Jobs(folder, "python train.py -m …", [])
-    for number, devices in enumerate((1, 2, 4)):
-        measured, name = run(devices, 64), str(number)
+    counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]
+    for number, (devices, block, noise) in enumerate([(warm_up, None, 9.0), *counts] if warm_up else counts):
+        measured, name = run(devices, 64, noise=noise), str(number)
         (folder / name).mkdir(parents=True)
         (folder / name / "config.yaml").write_text("train: {accumulate: 1}\n")
         overrides = [f"parallel.devices={devices}", "model=resnet18", "parallel=ddp"]
-        jobs.jobs.append(Job(number, name, name, overrides, status="done"))
+        jobs.jobs.append(Job(number, name, name, overrides, block, status="done"))
         result = Result("done", strategy="ddp" if devices > 1 else "single", devices=devices, world_size=devices)
         result.batch_size, result.neighbours, result.model = measured.images, neighbours, "resnet18"
         result.throughput = {"images_per_sec": measured.images / measured.seconds}
@@ -138,6 +140,11 @@ def test_a_sweep_folder_is_read(tmp_path: Path) -> None:
     assert json.loads(json.dumps(answers, default=asdict))["model=resnet18"]["weak"][1]["devices"] == 2
     text = "\n".join(as_text(answers))
     assert "Gbit/s" in text and "strong" in text and "weak" in text
+
+
+def test_the_run_that_warms_the_machine_up_is_no_ground_for_a_forecast(tmp_path: Path) -> None:
+    [answer] = forecast_sweep(sweep_folder(tmp_path, warm_up=1), counts=(2, 8)).values()
+    assert answer.weak[0].measured == pytest.approx(TRUE.speed(1, 64))
 
 
 def test_runs_with_neighbours_are_no_ground_for_a_forecast(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def shares_are_disjoint(e: Evidence) -> Ruling:
 
 
 def dp_needs_a_batch(e: Evidence) -> Ruling:
-    ran, refused = e.finished("dp", 2), e.refused("dp", BATCH_TOO_SMALL)
+    ran, refused = e.finished("dp"), e.refused("dp", BATCH_TOO_SMALL)
     too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
     if too_small:
         return Ruling(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
@@ -109,7 +109,7 @@ def each_has_its_stage(e: Evidence) -> Ruling:
 
 
 def one_optimizer_per_process(e: Evidence) -> Ruling:
-    found = {s: [r for r in e.finished(s, 2) if r.result.get("proof.optimizers") is not None] for s in ("dp", "ddp")}
+    found = {s: [r for r in e.finished(s) if r.result.get("proof.optimizers") is not None] for s in ("dp", "ddp")}
     if not all(found.values()):
         return missing("dp and ddp on 2 or more devices with their optimizers counted")
 
@@ -170,7 +170,7 @@ def weigh_claims(e: Evidence) -> list[Ruling]:
 
 
 def correct(e: Evidence) -> list[Correction]:
-    ddp, dp = e.finished("ddp", 2), e.finished("dp", 2)
+    ddp, dp = e.finished("ddp"), e.finished("dp")
     equal = [run for run in ddp if run.result.get("proof.hashes_equal")]
     replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else ""
     even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]

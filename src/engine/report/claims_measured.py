@@ -23,10 +23,9 @@ def ddp_is_faster(e: Evidence) -> Ruling:
     ruling = weigh(found, "the images/s of dp")
     if ruling.verdict != HOLDS:
         return ruling
-    growth = set()
-    for group in e.groups:  # of several options on as many devices the plainest
-        plain = [s.contrast for s in found if s.group is group and s.a is group.at("ddp", s.a.devices)]
-        growth |= {_is_below(plain[0], plain[-1])} if len(plain) > 1 else set()  # from few to many devices
+    # From few to many devices, and of several options on as many devices the plainest.
+    plain = [[s.contrast for s in found if s.group is g and s.a is g.at("ddp", s.a.devices)] for g in e.groups]
+    growth = {_is_below(contrasts[0], contrasts[-1]) for contrasts in plain if len(contrasts) > 1}
     if FAILS in growth:
         return replace(ruling, verdict=FAILS, reason="faster, but its lead shrinks with more devices")
     shown = growth == {HOLDS}
@@ -72,12 +71,13 @@ def ddp_holds_full_replicas(e: Evidence) -> Ruling:
 def peaks(e: Evidence, strategy: str) -> str:
     """Peak memory of every device, first to last, beside single's."""
 
-    def gib(point: MeasuredPoint) -> str:
-        return ", ".join(f"{peak.median / 2**30:.2f}" for peak in point.peak_bytes) + " GiB"
+    def gib(said: str, point: MeasuredPoint | None) -> str:
+        peaks = ", ".join(f"{peak.median / 2**30:.2f}" for peak in point.peak_bytes) if point else ""
+        return peaks and f"{said} {peaks} GiB"
 
-    found = [(g, p) for g, p in e.points(strategy) if p.peak_bytes]
-    beside = [f", single {gib(g.single)}" if g.single and g.single.peak_bytes else "" for g, _ in found]
-    return listing(f"{e.place(g, p)}: {gib(p)}{single}" for (g, p), single in zip(found, beside, strict=True))
+    return listing(
+        gib(f"{e.place(g, p)}:", p) + gib(", single", g.single) for g, p in e.points(strategy) if p.peak_bytes
+    )
 
 
 def ddp_uses_the_cores(e: Evidence) -> Ruling:

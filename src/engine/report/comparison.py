@@ -145,8 +145,9 @@ class Group:
     def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
         """The point with the fewest nodes and options set, where these vary."""
         found = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
-        found.sort(key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options))
-        return found[0] if found else None
+        return min(
+            found, key=lambda p: (p.nodes, p.options.count("=") - p.options.count("=null"), p.options), default=None
+        )
 
     def over_single(self, point: MeasuredPoint) -> Contrast | None:
         """What was tested of its images/s over single's; None where nothing was."""
@@ -175,11 +176,11 @@ def stragglers(point: MeasuredPoint) -> list[str]:
     """Ranks that need STRAGGLES times as long to load and compute as the median rank, or longer, in the median run."""
     shares: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in point.runs:
-        known = [(entry, as_number(entry.get("data_ms"))) for entry in run.entries(dict, "ranks")]
         times = {
             (str(entry.get("rank")), str(entry.get("host") or "an unknown host")): data + compute
-            for entry, data in known
-            if data is not None and (compute := as_number(entry.get("compute_ms"))) is not None
+            for entry in run.entries(dict, "ranks")
+            if (data := as_number(entry.get("data_ms"))) is not None
+            if (compute := as_number(entry.get("compute_ms"))) is not None
         }
         middle = median(times.values() or [0])
         for rank, time in times.items() if middle > 0 else ():

@@ -52,8 +52,9 @@ class Evidence:
     def on_cpu(self) -> bool:
         return any(group.accelerator == "cpu" for group in self.groups)
 
-    def finished(self, strategy: str, least_devices: int = 1) -> list[RunRecord]:
-        return [r for r in self.runs if r.comparable and r.strategy == strategy and r.devices >= least_devices]
+    def finished(self, strategy: str) -> list[RunRecord]:
+        """On 2 devices or more."""
+        return [r for r in self.runs if r.comparable and r.strategy == strategy and r.devices > 1]
 
     def refused(self, strategy: str, word: str) -> list[RunRecord]:
         """Skipped for a reason that has `word` in it."""
@@ -93,7 +94,7 @@ class Evidence:
 
         `failed`: runs that ended because it does not fit; `figures`: what is said before the count.
         """
-        finished = [(run, fit) for run in self.finished(strategy, 2) if (fit := fits(run)) is not None]
+        finished = [(run, fit) for run in self.finished(strategy) if (fit := fits(run)) is not None]
         known = finished + [(run, False) for run in failed]
         if not known:
             what = f"{strategy} on 2 or more devices that recorded this"

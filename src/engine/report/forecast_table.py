@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
+
+import pandas as pd
 
 from src.engine.report.collect import collect
 from src.engine.report.forecast import Answer, Measured, forecast
@@ -34,9 +37,10 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """None for a run that tells nothing: dp, neighbours beside it, not done, or too short to be timed."""
+    """None for a run that tells nothing: dp, neighbours beside it, in no block, not done, or too short to be timed."""
     speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
-    if not run.comparable or run.strategy == "dp" or run.neighbours or not (speed and batch and run.devices):
+    alone = run.comparable and run.strategy != "dp" and not run.neighbours and run.block is not None
+    if not (alone and speed and batch and run.devices):
         return None
     images = batch * int(run.config.get("train.accumulate") or 1)
     ring = run.measure("communication_ms")
@@ -71,10 +75,7 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
             yield f"  the loader delivers {model.data_rate:.4g} images/s to a device, and bounds the step"
         kinds = {"strong, the same global batch": answer.strong, "weak, the same batch per device": answer.weak}
         for title, rows in kinds.items():
+            table = pd.DataFrame(rows).astype({"low": float, "high": float, "measured": float})
+            table = table.rename(columns={"per_device": "per device", "speed": "images/s"})
             yield f"  {title}"
-            yield f"  {'devices':>9} {'per device':>10} {'images/s':>10} {'interval':>22} {'efficiency':>10} {'measured':>9}"
-            for row in rows:
-                interval = "unknown" if row.low is None else f"{row.low:.4g} to {row.high:.4g}"
-                measured = "" if row.measured is None else f"{row.measured:.4g}"
-                figures = f"{row.devices:>9,} {row.per_device:>10.4g} {row.speed:>10.4g} {interval:>22}"
-                yield f"  {figures} {row.efficiency:>10.2f} {measured:>9}"
+            yield indent(table.to_string(index=False, na_rep="unknown", float_format="{:.4g}".format), "  ")

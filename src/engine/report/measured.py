@@ -123,9 +123,8 @@ class RunRecord:
 
     @property
     def memory(self) -> list[dict[str, Any]]:
-        """One entry per device, by device."""
-        known = [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
-        return sorted(known, key=lambda entry: str(entry.get("device", "")).zfill(16))
+        """One entry per device, the first rank's first."""
+        return [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
 
     @property
     def shared_memory(self) -> bool:

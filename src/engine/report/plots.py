@@ -103,8 +103,7 @@ def _svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt:
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
     known = [contrast for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
-    found = pd.DataFrame([[getattr(contrast, name) for name in columns] for contrast in known], columns=columns)
-    return found.assign(of_interest=group.smallest_difference)
+    return pd.DataFrame(known, columns=columns).assign(of_interest=group.smallest_difference)
 
 
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:

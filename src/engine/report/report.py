@@ -65,12 +65,14 @@ def _draw(groups: Sequence[Group], folder: Path) -> dict[Group, list[plots.Plot]
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
     drawn: dict[Group, list[plots.Plot]] = {}
+    size = 0
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        drawn[group] = plots.draw(group)
-        if sum(len(plot.svg) for of_group in drawn.values() for plot in of_group) > MOST_PLOT_BYTES:
-            del drawn[group]
+        found = plots.draw(group)
+        size += sum(len(plot.svg) for plot in found)
+        if size > MOST_PLOT_BYTES:
             break
-        for plot in drawn[group]:
+        drawn[group] = found
+        for plot in found:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
             write_text(folder / f"{number}_{plot.name}.csv", plot.data.to_csv(index=False, lineterminator="\n"))
     return drawn

@@ -94,18 +94,14 @@ def parts_table(group: Group) -> Table:
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
-    places = [{k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN} for run in runs]
-    seen = {key: [v for v in found if v not in (None, "", [], {})] for key, found in values(places).items()}
+    places = values({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN} for run in runs)
     found = {"What varied": varied(runs), "What all points share": {key: [v] for key, v in shared(runs).items()}}
-    found["Hardware and versions"] = {key: known for key, known in seen.items() if known}
-    return [
-        Table(
-            [{"key": key, "values": listing(map(spelled, keys[key]), 12)} for key in sorted(keys)],
-            caption,
-            words=["key", "values"],
-        )
-        for caption, keys in found.items()
-    ]
+    found["Hardware and versions"] = {k: [v for v in of if v not in (None, "", [], {})] for k, of in places.items()}
+    tables = []
+    for caption, keys in found.items():
+        rows = [{"key": key, "values": listing(map(spelled, seen), 12)} for key, seen in sorted(keys.items()) if seen]
+        tables.append(Table(rows, caption, words=["key", "values"]))
+    return tables
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
