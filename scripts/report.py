@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
     print(page)
     if before is None:
         return 0
-    found, limit = changes(read_report(page.with_name("report.json")), before), arguments.max_drop / 100
-    for change in found:
-        print(change.line(limit))
-    return 1 if any(change.verdict(limit) == FAILS for change in found) else 0
+    found = changes(read_report(page.with_name("report.json")), before, arguments.max_drop / 100)
+    for _, line in found:
+        print(line)
+    return 1 if any(verdict == FAILS for verdict, _ in found) else 0
 
 
 if __name__ == "__main__":

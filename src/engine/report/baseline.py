@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from src.engine.report.contents import FORMAT
-from src.engine.report.settings import spelled
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast, decide, estimate
-from src.engine.report.wording import figure, listing, percent, times
+from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, decide, estimate
+from src.engine.report.wording import figure, listing, percent, spelled, times
 
 # Settings that change what a step computes: figures under different ones are not held against each other.
 DECIDES_SPEED = ("model.", "data.", "parallel.", "optim.opt", "optim.kwargs", "train.precision", "train.accumulate")
@@ -25,33 +23,6 @@ ARGUMENTS = ("model.kwargs.", "data.kwargs.", "optim.kwargs.", "parallel.options
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A point that is in both reports."""
-
-    name: str
-    contrast: Contrast  # images/s now over before; without blocks there is always a ratio
-    disturbed: bool  # most runs of its group, in one of the reports
-
-    def verdict(self, max_drop: float) -> str:
-        """On "it is at most `max_drop` (0.05: a twentieth) slower". Without repeats there is no interval: the ratio decides."""
-        limit = 1 - max_drop
-        if self.disturbed:
-            return UNMEASURED
-        if self.contrast.low is None:
-            return HOLDS if (self.contrast.ratio or 0) >= limit else FAILS
-        return self.contrast.exceeds(limit)
-
-    def line(self, max_drop: float) -> str:
-        said = {
-            HOLDS: "ok",
-            FAILS: f"slower by more than {percent(max_drop, 1)}",
-            UNDECIDED: f"undecided: the interval holds {1 - max_drop:.2f}; more blocks would tell",
-            UNMEASURED: "no verdict: most runs were disturbed",
-        }[self.verdict(max_drop)]
-        return f"{self.name}: {times(self.contrast)} the images/s of the baseline: {said}"
-
-
 def read_report(path: Path) -> dict[str, Any]:
     """Errors: ValueError where `path` is no report.json."""
     try:
@@ -63,8 +34,8 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def changes(now: dict[str, Any], before: dict[str, Any]) -> list[Change]:
-    """The points that both reports measured, with the ratio of their images/s.
+def changes(now: dict[str, Any], before: dict[str, Any], max_drop: float) -> list[tuple[str, str]]:
+    """(verdict on "at most `max_drop` (0.05: a twentieth) slower", a line for the user) of the points that both measured.
 
     All runs of all points have one noise, as in the report; blocks of two sweeps have nothing in common, so what differs
     between them widens the interval. All points are one family.
@@ -82,10 +53,24 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[Change]:
         for speed in points[key][1]
     ]
     found = decide(estimate(rows, [(f"{key} now", f"{key} before") for key in common]))
-    return [
-        Change(of_now[key][0], contrast, of_now[key][2] or of_before[key][2])
-        for key, contrast in zip(common, found, strict=True)
-    ]
+    limit = 1 - max_drop
+    said = {
+        HOLDS: "ok",
+        FAILS: f"slower by more than {percent(max_drop, 1)}",
+        UNDECIDED: f"undecided: the interval holds {limit:.2f}; more blocks would tell",
+        UNMEASURED: "no verdict: most runs were disturbed",
+    }
+    verdicts = []
+    for key, contrast in zip(common, found, strict=True):
+        (name, _, disturbed), (_, _, was_disturbed) = of_now[key], of_before[key]
+        if disturbed or was_disturbed:
+            verdict = UNMEASURED
+        elif contrast.low is None:  # without repeats there is no interval: the ratio decides
+            verdict = HOLDS if (contrast.ratio or 0) >= limit else FAILS
+        else:
+            verdict = contrast.exceeds(limit)
+        verdicts.append((verdict, f"{name}: {times(contrast)} the images/s of the baseline: {said[verdict]}"))
+    return verdicts
 
 
 def _points(report: dict[str, Any]) -> dict[Key, tuple[str, list[float], bool]]:

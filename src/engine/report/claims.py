@@ -6,7 +6,7 @@ corrections. Claims that are timed or measured, so that their figures have a spr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from src.engine.report import claims_measured as measured
 from src.engine.report.evidence import Evidence, Ruling, missing, weigh
@@ -41,7 +41,7 @@ def shares_are_disjoint(e: Evidence) -> Ruling:
 
 
 def dp_needs_a_batch(e: Evidence) -> Ruling:
-    ran, refused = e.finished("dp"), e.refused("dp", BATCH_TOO_SMALL)
+    ran, refused = e.finished("dp"), e.refused(BATCH_TOO_SMALL)
     too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
     if too_small:
         return Ruling(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
@@ -86,7 +86,7 @@ def backend_follows_device(e: Evidence) -> Ruling:
 
 def ddp_spans_machines(e: Evidence) -> Ruling:
     ddp, dp = ([run for run in e.finished(strategy) if run.nodes > 1] for strategy in ("ddp", "dp"))
-    refused = e.refused("dp", ONE_NODE_ONLY)
+    refused = e.refused(ONE_NODE_ONLY)
     shown = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
     shown += [f"dp refused: {run.reason}" for run in refused]
     runs = (*ddp, *dp, *refused)
@@ -147,29 +147,13 @@ _CLAIMS = (
 )
 
 
-@dataclass(frozen=True)
-class Correction:
-    """A statement found in articles that is wrong whatever a machine measures."""
-
-    statement: str
-    truth: str
-    figure: str = ""  # empty where these runs do not show it
-
-    @property
-    def text(self) -> str:
-        return f"“{self.statement}”"
-
-    @property
-    def said(self) -> str:
-        return self.truth + (f" Here: {self.figure}." if self.figure else "")
-
-
 def weigh_claims(e: Evidence) -> list[Ruling]:
     hidden = {n: Ruling(UNMEASURED, reason=why) for n, why in _NOT_ON_CPU.items() if e.on_cpu}
     return [replace(hidden.get(n) or rule(e), number=n, text=text) for n, text, rule in _CLAIMS]
 
 
-def correct(e: Evidence) -> list[Correction]:
+def correct(e: Evidence) -> list[Ruling]:
+    """On statements found in articles that are wrong whatever a machine measures. No figure where these runs show none."""
     ddp, dp = e.finished("ddp"), e.finished("dp")
     equal = [run for run in ddp if run.result.get("proof.hashes_equal")]
     replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else ""
@@ -186,17 +170,17 @@ def correct(e: Evidence) -> list[Correction]:
     steps = [(r, r.config.get("train.accumulate") or 1) for r in e.runs if r.comparable]
     asked = listing(f"{r.strategy} × {r.devices} with train.accumulate={n}" for r, n in steps if n > 1)
     found = (
-        ("DDP holds a subset of the model on each machine", "Every rank has all of it; only data are split.", replicas),
-        ("DDP shares one model between processes", "Each process has a replica of its own.", replicas),
-        ("Rank 0 averages the gradients and broadcasts them", "An all-reduce: all ranks send equal shares.", centre),
-        ("DataParallel is multi-process", "One process with one thread per device.", processes),
-        ("DP needs equal chunks", "They may differ; only none may be empty.", chunks),
-        ("Under DP only device 0 holds the model", "Every device holds a replica while a step runs.", peaks),
-        ("DP passes parameters through the CPU", "They are copied from device 0 to the others."),
-        ("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas."),
-        ("DDP must have several machines", "One machine is enough: its ranks are processes.", machines),
-        ("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing.", windows),
-        ("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo."),
-        ("DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for.", asked),
+        ("DDP holds a subset of the model on each machine", "Every rank has all of it; only data are split", replicas),
+        ("DDP shares one model between processes", "Each process has a replica of its own", replicas),
+        ("Rank 0 averages the gradients and broadcasts them", "An all-reduce: all ranks send equal shares", centre),
+        ("DataParallel is multi-process", "One process with one thread per device", processes),
+        ("DP needs equal chunks", "They may differ; only none may be empty", chunks),
+        ("Under DP only device 0 holds the model", "Every device holds a replica while a step runs", peaks),
+        ("DP passes parameters through the CPU", "They are copied from device 0 to the others", ""),
+        ("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas", ""),
+        ("DDP must have several machines", "One machine is enough: its ranks are processes", machines),
+        ("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing", windows),
+        ("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo", ""),
+        ("DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for", asked),
     )
-    return [Correction(*entry) for entry in found]
+    return [Ruling(FAILS, figure, truth, text=statement) for statement, truth, figure in found]

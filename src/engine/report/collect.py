@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import yaml
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_result
 from src.engine.report.measured import RunRecord
-from src.engine.report.settings import flat
 
 # libyaml's, where PyYAML has it: the parser in Python needs 15 ms per config, a minute for a large study.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -24,19 +23,16 @@ def collect(folders: list[Path]) -> list[RunRecord]:
 
     Errors: ValueError, one line with path and remedy, on a folder that is neither or whose records cannot be read.
     """
-    if not folders:
-        raise ValueError("no folder given; give a sweep folder, e.g. outputs/sweeps/<date>/<time>")
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
     found: dict[Path, RunRecord] = {}
     # sweeps first: a run that is also given by itself is known as the sweep's job, and once
     for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
         try:
-            runs = _read_folder(folder, root)
+            for run in _read_folder(folder, root):
+                found.setdefault(run.folder.resolve(), run)
         except ValueError as error:
             raise ValueError(f"{error}; restore it or leave the folder out") from None
-        for run in runs:
-            found.setdefault(run.folder.resolve(), run)
     return list(found.values())
 
 
@@ -86,3 +82,11 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: not a record of this project")
     return flat(tree)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"data": {"root": 1}}` -> `{"data.root": 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values

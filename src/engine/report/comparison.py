@@ -13,9 +13,8 @@ from typing import Any
 import pandas as pd
 
 from src.engine.report.measured import RunRecord, as_number
-from src.engine.report.settings import hardware, varied, words
 from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary, summarise
-from src.engine.report.wording import percent
+from src.engine.report.wording import percent, words
 
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2}  # one of the user's own comes last
 STRAGGLES = 1.1  # a rank whose step computes this much longer than the median rank's is named
@@ -209,7 +208,7 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
         named = [words(run, settings)] if run.config and settings else []
         named += [f"code {run.commit or 'unknown'}"] if len(commits) > 1 else []
         model = str(run.result.get("model") or "—")
-        found[Group(hardware(run), run.accelerator, model, kind, batch, ", ".join(named))].append(run)
+        found[Group(run.hardware, run.accelerator, model, kind, batch, ", ".join(named))].append(run)
     groups = [replace(empty, points=_points(members)) for empty, members in found.items()]
     return sorted(groups, key=lambda g: (-len(g.points), g.hardware, g.title))
 
@@ -238,3 +237,15 @@ def _natural(value: Any) -> tuple[int, float, str]:
 def _letter(number: int) -> str:
     """a, b, … z, aa, ab, …"""
     return (_letter(number // 26 - 1) if number >= 26 else "") + "abcdefghijklmnopqrstuvwxyz"[number % 26]
+
+
+def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
+    """Config keys with more than one value over the `runs` with a config, with these values; a missing key is null."""
+    return {key: found for key, found in values(run.config for run in runs).items() if len(found) > 1}
+
+
+def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Each key's different values in flat trees, None where one lacks it; empty trees say nothing."""
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree)
+    return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}

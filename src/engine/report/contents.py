@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.record.jobs import Jobs, read_jobs
-from src.engine.report.claims import Correction, correct, weigh_claims
-from src.engine.report.comparison import Group, MeasuredPoint, group_runs
+from src.engine.report.claims import correct, weigh_claims
+from src.engine.report.comparison import Group, MeasuredPoint, group_runs, values, varied
 from src.engine.report.decisions import Lead, lead_of, with_contrasts
 from src.engine.report.evidence import Evidence, Ruling
 from src.engine.report.measured import MEASURES, RunRecord
-from src.engine.report.settings import hardware, shared, varied
 from src.engine.report.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
 
 FORMAT = 2  # of report.json, which docs/report.md describes
-_OF_A_RUN = ("status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours")
 _OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
-_OF_A_POINT = ("label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Machine:
     name: str
     groups: list[Group]
     claims: list[Ruling]
-    corrections: list[Correction]
+    corrections: list[Ruling]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Report:
     groups: list[Group]
 
 
-def compare(runs: list[RunRecord], folders: Sequence[Path] = ()) -> Report:
+def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     """What the runs bear out. `folders`: those of them that are sweeps are named in the report."""
     limits = {run.config.get("sweep.smallest_difference") for run in runs}  # of several sweeps the largest
     smallest = max((limit for limit in limits if isinstance(limit, float) and limit > 0), default=SMALLEST_DIFFERENCE)
@@ -54,7 +51,7 @@ def compare(runs: list[RunRecord], folders: Sequence[Path] = ()) -> Report:
     for name in dict.fromkeys(group.hardware for group in groups):
         mine = [group for group in groups if group.hardware == name]
         # A job that never began has no record of its hardware: its refusal or failure counts as evidence everywhere.
-        evidence = Evidence(mine, [run for run in runs if not run.accelerator or hardware(run) == name])
+        evidence = Evidence(mine, [run for run in runs if not run.accelerator or run.hardware == name])
         machines.append(Machine(name, mine, weigh_claims(evidence), correct(evidence)))
     statuses = Counter(run.status.replace("_", " ") for run in runs)
     counts = [f"{statuses.pop('done', 0)} of {len(runs)} jobs done"]
@@ -94,9 +91,13 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for machine in report.machines
             for claim in machine.claims
         ],
-        "corrections": [{"hardware": m.name, **dataclasses.asdict(c)} for m in report.machines for c in m.corrections],
+        "corrections": [
+            {"hardware": machine.name, "statement": ruling.text, "truth": ruling.reason, "figure": ruling.figure}
+            for machine in report.machines
+            for ruling in machine.corrections
+        ],
         "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
-        "shared": shared(report.runs),
+        "shared": {key: seen[0] for key, seen in values(run.config for run in report.runs).items() if len(seen) == 1},
         "varied": varied(report.runs),
         "runs": [row(run, out) for run in report.runs],
     }
@@ -113,9 +114,11 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
         "folder": relative(run.folder, out),
         "reason": run.doubt or run.reason,
         "compared": run.comparable,
-        "hardware": hardware(run) if run.environment else "",
+        "hardware": run.hardware if run.environment else "",
         "host": " ".join(run.hosts),
-        **_pick(run, *_OF_A_RUN),
+        **_pick(
+            run, "status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours"
+        ),
         **{name: run.integer(name) for name in ("world_size", "batch_size", "threads_per_device")},
         "precision": run.config.get("train.precision"),
         "batch_size_per_device": run.config.get("data.batch_size_per_device"),
@@ -138,7 +141,7 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
 def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
     return {
         **_place(group),
-        **_pick(point, *_OF_A_POINT),
+        **_pick(point, "label", "strategy", "devices", "nodes", "options", "stand_in", "needless_threads", "flagged"),
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_single(point)),
         "efficiency": group.efficiency(point),

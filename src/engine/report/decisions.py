@@ -96,11 +96,11 @@ def lead_of(group: Group) -> Lead:
         )
     # Points come by strategy: the sort, which is stable, puts fewer devices first and keeps single before dp before ddp.
     simplest_first = sorted(group.points, key=lambda point: (point.nodes, point.devices))
-    measured, labels = rows(group, SPEED), [point.label for point in simplest_first]
-    chosen = choose(measured, labels, group.smallest_difference)
+    chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], group.smallest_difference)
     if chosen is None:
         return Lead(group, "No finished run here has images/s that can be compared yet.")
-    point, contrast = group.named(chosen[0]), chosen[1]
+    label, contrast, others = chosen
+    point, apart = group.named(label), listing(others)
     if contrast is None:
         contrast, sentence = _against_single(group, point)
     else:
@@ -108,8 +108,6 @@ def lead_of(group: Group) -> Lead:
             f"{spoken(point)} is the simplest that is at most {percent(group.smallest_difference)} slower than the highest "
             f"estimate: it trains {times(contrast)} as fast as {spoken(group.named(contrast.b))}."
         )
-    to_lead = estimate(measured, [(label, point.label) for label in labels])
-    apart = listing(found.a for found in to_lead if found.n and found.difference is None)
     if apart and contrast is None:
         return Lead(group, f"No verdict: no block has run {spoken(point)} on one host with any of these: {apart}.")
     sentence += f" Not compared, for want of a common block: {apart}." if apart else ""
@@ -149,7 +147,7 @@ def command(run: RunRecord) -> str:
         uncut = {"train.max_steps": "null", "train.epochs": own.epochs, "train.evaluate_every": own.evaluate_every}
     words = ["--config-path", str(run.folder), "--config-name", "config"]
     if run.overrides:
-        keys = [(override.lstrip("+~").partition("=")[0], override) for override in run.overrides]
-        kept = [(key, o) for key, o in keys if not key.startswith(("hydra.", "hydra/", "sweep."))]
-        words = [o for key, o in kept if key not in ("debug", "print_config", *uncut)]
+        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+        cut = [key for key in given if key.startswith(("hydra.", "hydra/", "sweep."))]
+        words = [given[key] for key in given if key not in ("debug", "print_config", *uncut, *cut)]
     return shlex.join(["python", "train.py", *words, *(f"{key}={value}" for key, value in uncut.items())])

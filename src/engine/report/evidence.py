@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from src.engine.report.comparison import Group, MeasuredPoint
 from src.engine.report.measured import RunRecord
@@ -15,7 +13,7 @@ from src.engine.report.wording import doubt, listing, times
 
 @dataclass(frozen=True)
 class Ruling:
-    """A verdict on the claim of this number and text."""
+    """A verdict on a claim; without a number it is a statement that is wrong whatever a machine measures."""
 
     verdict: str
     figure: str = ""
@@ -26,7 +24,8 @@ class Ruling:
 
     @property
     def said(self) -> str:
-        return "; ".join(filter(None, (self.figure, self.reason)))
+        parts = (self.figure, self.reason) if self.number else (self.reason, self.figure)
+        return "; ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Evidence:
         """On 2 devices or more."""
         return [r for r in self.runs if r.comparable and r.strategy == strategy and r.devices > 1]
 
-    def refused(self, strategy: str, word: str) -> list[RunRecord]:
-        """Skipped for a reason that has `word` in it."""
-        return [r for r in self.runs if r.status == "skipped" and r.strategy == strategy and word in r.reason]
+    def refused(self, words: str) -> list[RunRecord]:
+        """Runs of dp that were skipped for a reason with these words."""
+        return [r for r in self.runs if r.status == "skipped" and r.strategy == "dp" and words in r.reason]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
         """On 2 devices or more."""
@@ -73,13 +72,9 @@ class Evidence:
             if (a.strategy, b.strategy) == (strategy, over) and a.devices > 1 and c.ratio is not None
         ]
 
-    @cached_property
-    def _labels(self) -> Counter[str]:
-        return Counter(point.label for group in self.groups for point in group.points)
-
     def place(self, group: Group, point: MeasuredPoint) -> str:
-        """Its label, and its group's title where several groups have such a point."""
-        return point.label if self._labels[point.label] == 1 else f"{point.label} ({group.title})"
+        """Its label, and where there are several groups its group's title."""
+        return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
     def in_every_run(
         self,

@@ -23,17 +23,13 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     for run in collect([folder]):
         if (measured := read_measured(run)) is not None:
             found.setdefault(what(run), []).append(measured)
-    if not found:
-        raise ValueError(f"{folder}: no timed run of single or ddp that ended well and ran alone; sweep over those")
-    answers, refused = {}, ""
-    for name, runs in found.items():
-        try:
-            answers[name] = forecast(runs, **options)
-        except ValueError as error:
-            refused = str(error)
-    if not answers:
-        raise ValueError(f"{folder}: {refused}")
-    return answers
+    enough = {name: runs for name, runs in found.items() if len({run.devices for run in runs}) > 1}
+    if not enough:
+        raise ValueError(
+            f"{folder}: no two device counts with timed runs of single or ddp that are alike, ended well and ran alone; "
+            "sweep over parallel.devices"
+        )
+    return {name: forecast(runs, **options) for name, runs in enough.items()}
 
 
 def read_measured(run: RunRecord) -> Measured | None:

@@ -64,6 +64,19 @@ class RunRecord:
         return tuple(self.entries(str, "hosts") or filter(None, [str(self.environment.get("host") or "")]))
 
     @property
+    def hardware(self) -> str:
+        """What must be equal for two runs to be compared: devices, processor, driver, and the versions of torch and CUDA."""
+        has = self.environment.get
+        processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
+        torch = f"torch {has('libraries.torch') or '—'}"
+        if self.accelerator != "cuda":
+            return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
+        # Names only, no count: a run may have been shown only some of the machine's devices.
+        names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
+        versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
+        return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
+
+    @property
     def commit(self) -> str:
         """The code it ran, e.g. `0123abc` or `0123abc with changes`."""
         commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]

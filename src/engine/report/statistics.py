@@ -117,7 +117,7 @@ def decide(
     one fails; the others stay at its level. The interval of each is at that same level, so that it tells what the rule
     tells.
     """
-    tested = sorted((e for e in estimates if e.freedom > 0 and e.difference is not None), key=lambda e: e.p)
+    tested = sorted((e for e in estimates if e.freedom), key=lambda e: e.p)
     levels: dict[int, float] = {}
     share, passed = level, True
     for place, e in enumerate(tested):
@@ -161,24 +161,26 @@ def choose(
     rows: Iterable[tuple[str, object, float]],
     simplest_first: Sequence[str],
     smallest_difference: float = SMALLEST_DIFFERENCE,
-) -> tuple[str, Contrast | None] | None:
-    """The point that leads, and where it leads as the simpler one its contrast with the highest; None without rows.
+) -> tuple[str, Contrast | None, list[str]] | None:
+    """The point that leads, where it leads as the simpler one its contrast with the highest, and the points that share no
+    block with it or with one that does; None without rows.
 
     That is the highest estimate, or the simplest point whose interval shows it at most `smallest_difference` slower.
     "The simplest that cannot be excluded" would be led by one disturbed run, which widens all intervals.
     """
     rows = list(rows)
-    measured = {row[0] for row in rows}
+    measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]
     if not names:
         return None
     to_first = {e.a: e.difference for e in estimate(rows, [(name, names[0]) for name in names])}
+    apart = [name for name in names if to_first[name] is None]
     best = max(names, key=lambda name: -math.inf if (found := to_first[name]) is None else found)
     for to_best in estimate(rows, [(name, best) for name in names[: names.index(best)]]):
         [found] = decide([to_best], smallest_difference)
         if found.exceeds(1 - smallest_difference) == HOLDS:
-            return found.a, found
-    return best, None
+            return found.a, found, apart
+    return best, None, apart
 
 
 @dataclass(frozen=True)

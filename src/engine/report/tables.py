@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
-from src.engine.report.comparison import Group, MeasuredPoint
+from src.engine.report.comparison import Group, MeasuredPoint, values
 from src.engine.report.measured import RunRecord
-from src.engine.report.settings import shared, spelled, values, varied
 from src.engine.report.statistics import Summary
-from src.engine.report.wording import doubt, figure, listing, percent, times, with_range
+from src.engine.report.wording import doubt, figure, listing, percent, spelled, times, with_range
 
 DASH, NOT_HERE = "—", "n/a"
 MOST_LINKS, MOST_NAMED = 12, 12  # folders of a point, outliers and flagged runs of a group
@@ -35,14 +34,14 @@ def points_table(group: Group) -> Table:
     largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
-    rows = [_point_row(group, point, memory, factor) for point in group.points]
+    rows = [_point_row(group, point) | {memory: _peaks(point, factor)} for point in group.points]
     told = {name for row in rows for name, text in row.items() if text not in (DASH, NOT_HERE)} | {"images/s"}
     shown = [{name: row[name] for name in row if name in told} for row in rows]
     caption = f"{group.batch_words.capitalize()}: medians (smallest–largest) of the repeats"
     return Table(shown, caption, _notes(group), ["point"], [point.runs for point in group.points])
 
 
-def _point_row(group: Group, point: MeasuredPoint, memory: str, factor: float) -> dict[str, str]:
+def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     contrast, efficiency, hidden = group.over_single(point), group.efficiency(point), point.stand_in
     over_single = times(contrast, "") if contrast and contrast.ratio is not None else DASH
     marks = " *" * point.stand_in + " †" * bool(point.needless_threads) + " ‡" * (not group.same_threads(point))
@@ -59,7 +58,6 @@ def _point_row(group: Group, point: MeasuredPoint, memory: str, factor: float) -
         "comm. not hidden, ms": _summary(point.measure("exposed_ms"), hidden, middle=True),
         "CPU s per s": _summary(point.measure("cpu_seconds"), middle=True),
         "to first step, s": _summary(point.measure("first_step_seconds")),
-        memory: _peaks(point, factor),
         "val. accuracy, %": _summary(point.measure("accuracy"), factor=100),
     }
 
@@ -94,9 +92,13 @@ def parts_table(group: Group) -> Table:
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """What the runs were set to and where they ran: every key with its values, what differs first."""
-    places = values({k: v for k, v in run.environment.items() if k not in _OF_ONE_RUN} for run in runs)
-    found = {"What varied": varied(runs), "What all points share": {key: [v] for key, v in shared(runs).items()}}
-    found["Hardware and versions"] = {k: [v for v in of if v not in (None, "", [], {})] for k, of in places.items()}
+    config, places = values(run.config for run in runs), values(run.environment for run in runs)
+    known = {key: [value for value in seen if value not in (None, "", [], {})] for key, seen in places.items()}
+    found = {
+        "What varied": {key: seen for key, seen in config.items() if len(seen) > 1},
+        "What all points share": {key: seen for key, seen in config.items() if len(seen) == 1},
+        "Hardware and versions": {key: seen for key, seen in known.items() if key not in _OF_ONE_RUN},
+    }
     tables = []
     for caption, keys in found.items():
         rows = [{"key": key, "values": listing(map(spelled, seen), 12)} for key, seen in sorted(keys.items()) if seen]

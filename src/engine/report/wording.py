@@ -1,9 +1,11 @@
-"""How figures are written for a reader."""
+"""How figures and settings are written for a reader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from src.engine.report.measured import RunRecord
 from src.engine.report.statistics import UNDECIDED, Contrast, Summary
 
 MOST_SHOWN = 1000  # times: what an interval reaches beyond it is of no interest to anyone
@@ -52,3 +54,12 @@ def listing(items: Iterable[str], most: int = 4) -> str:
     found = list(dict.fromkeys(items))
     more = [f"and {len(found) - most} more"] if len(found) > most else []
     return "; ".join(found[:most] + more)
+
+
+def words(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
+    return ", ".join(f"{key.removeprefix(prefix)}={spelled(run.config.get(key))}" for key in keys)
+
+
+def spelled(value: Any) -> str:
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
