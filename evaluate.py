@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.config.arguments import CommandLine, refused_in_a_line
-from src.engine.launch.leaving import leave
-from src.engine.machine.process import die_with_parent
+from src.engine.machine.process import die_with_parent, leave
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 
 COLUMNS = ("acc", "acc5", "loss", "samples")

@@ -14,7 +14,7 @@ import re
 import sys
 from typing import Any, NoReturn
 
-from src.engine.launch.leaving import leave
+from src.engine.machine.process import leave
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import hide, mask
 from src.run import run

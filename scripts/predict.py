@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
 from src.engine.config.arguments import CommandLine, number_or_auto, refused_in_a_line, whole_number
-from src.engine.launch.leaving import leave
+from src.engine.machine.process import leave
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.schema import Config, DataConfig, ParallelConfig
 

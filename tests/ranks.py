@@ -158,8 +158,8 @@ def warm_ranks(
 
 def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
     assert "tests.warm" in sys.modules, COLD
-    from src.engine.launch.leaving import leave
     from src.engine.launch.rank import main
+    from src.engine.machine.process import leave
     from src.run import run
 
     for name in RANK_VARIABLES:

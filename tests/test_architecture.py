@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.sweep": {"schema", "engine.machine", "engine.record", "engine.config", "engine.launch", "engine.report"},
 }
 FRONT = {"schema", "engine.machine", "engine.record"}
-STARTED_BY = {"engine.config", "engine.launch.rank", "engine.launch.leaving"}  # the engine, as a rank sees it
+STARTED_BY = {"engine.config", "engine.launch.rank"}  # the engine, as a rank sees it
 MAY_IMPORT |= {
     "data": FRONT,
     "parallel": FRONT,

@@ -86,6 +86,14 @@ def test_a_run_goes_on_in_its_folder_with_the_words_it_was_started_with(main: Ma
     assert after == before
 
 
+def test_the_last_word_on_resume_counts(main: Main) -> None:
+    """As of any key that is given twice; a new run has nothing of the folder that is not meant after all."""
+    folder = main.start("day/1", "optim.lr=0.25")
+    code, said = main(f"resume={folder}", *WORDS, "resume=null", "hydra.run.dir=outputs/train/day/2")
+    assert (code, said) == (0, "")
+    assert main.ran[-1].resolve() != folder and read_frozen(main.ran[-1]).optim.lr == Config().optim.lr
+
+
 ANOTHER_TRAINING = [
     ("model=resnet18", "model.name"),
     ("model.ema.decay=0.9", "model.ema.decay"),

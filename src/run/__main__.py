@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from src.engine.launch.leaving import leave
 from src.engine.launch.rank import main
+from src.engine.machine.process import leave
 from src.run import run
 
 if __name__ == "__main__":

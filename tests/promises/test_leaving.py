@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_lines, resolved
 
-from src.engine.launch.leaving import leave
+from src.engine.machine.process import leave
 from src.engine.machine.ranks import Ranks
 from src.engine.record.recorder import Recorder
 from src.run import lifecycle
@@ -19,7 +19,7 @@ from src.run import lifecycle
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
-from src.engine.launch.leaving import leave
+from src.engine.machine.process import leave
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if "BACKEND" != "gloo":
     dist.get_backend = lambda: "BACKEND"

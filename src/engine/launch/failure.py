@@ -113,7 +113,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in failure_files(folder)]
 
 
-def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int = 0) -> dict[str, Any]:
+def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
     """The failure of a rank that has left no record: what its exit code tells."""
     if code == -KILL and oom_kills:
         how = "was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"

@@ -86,9 +86,8 @@ class Heartbeats:
         return Heartbeat(ranks.rank, host_name(), os.getpid(), *place, machine_id(), ranks.node)
 
     def all(self) -> list[Heartbeat]:
-        """Every rank's newest heartbeat. Call it where the store answers."""
-        if self.store is None:
-            return [self.mine()]
+        """Every rank's newest heartbeat. Call it where there is a store, and it answers."""
+        assert self.store is not None
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
         return [
             Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else Heartbeat(rank)
@@ -134,21 +133,16 @@ class Heartbeats:
         The rank that left has told the store why, or its launcher has; else the node that is silent is recorded as lost.
         """
         self.is_leaving = True
-        if not self.ranks.is_first_of_node:
-            return
         until = time.monotonic() + CAUSE
-        while time.monotonic() < until and not self.gone:
-            if cause_is_known(self.folder):
+        while self.ranks.is_first_of_node and not self.gone and not cause_is_known(self.folder):
+            if (now := time.monotonic()) > until:
+                lost = [last for last, moved_at in dict(self._nodes).values() if now - moved_at > CAUSE / 2]
+                for last in lost[:1]:
+                    where = f"node {last.node} ({last.host}): rank {last.rank}"
+                    reason = f"{where} left without a word; it was killed, or its node died"
+                    write_failure(self.folder, self.record_of(last, reason, "NodeLost"))
                 return
             time.sleep(TICK / 4)
-        if self.gone:
-            return
-        for last, moved_at in dict(self._nodes).values():
-            if time.monotonic() - moved_at > CAUSE / 2:
-                where = f"node {last.node} ({last.host})"
-                reason = f"{where}: rank {last.rank} left without a word; it was killed, or its node died"
-                write_failure(self.folder, self.record_of(last, reason, "NodeLost"))
-                return
 
     def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
         """The record of a rank that cannot write one."""
@@ -177,7 +171,7 @@ class Heartbeats:
         assert store is not None
         word = json.dumps(asdict(self.mine()))
         store.set(f"watchdog/{ranks.rank}", word)
-        self.alarm = self.alarm or store.check(["watchdog/alarm"])
+        self.alarm = store.check(["watchdog/alarm"])
         if ranks.nodes > 1 and ranks.is_first_of_node:
             store.set(f"node/{ranks.node}", word)
             for node in set(range(ranks.nodes)) - {ranks.node}:
@@ -185,7 +179,7 @@ class Heartbeats:
         if store.check(["failed"]):
             self.failed = True  # also where the disk is full
             if ranks.is_first_of_node:
-                fetch_failures(store, self.folder, ranks)
+                fetch_failures(store, self.folder, ranks.world_size)
 
     def _look_at(self, node: int, store: Store) -> None:
         if not store.check([f"node/{node}"]):
@@ -210,8 +204,8 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
     thread.join(timeout=TOLD)  # a call of a store behind a cut link does not return
 
 
-def fetch_failures(store: Store, folder: Path, ranks: Ranks) -> None:
+def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
     """Write down what ranks of other nodes have told: their own files may be out of reach."""
-    for rank in range(ranks.world_size):
+    for rank in range(world_size):
         if store.check([f"failure/{rank}"]) and not failure_file(folder, rank).exists():
             write_failure(folder, json.loads(store.get(f"failure/{rank}")))

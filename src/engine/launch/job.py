@@ -33,7 +33,8 @@ def run_job(config: ResolvedConfig, folder: Path) -> int:
     """
     if config.cluster.scheduler != "local":
         freeze(config, folder)
-        return (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
+        (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
+        return 0
     prepare(config, folder)
     return conclude(config, folder, run_ranks(config, folder))
 

@@ -27,8 +27,8 @@ RETRIES = 20  # failed pods before the Job gives up; a drained node does not cou
 USER = 1000
 
 
-def write_manifest(config: Config, folder: Path) -> int:
-    """Write `job.yaml` beside config.yaml and say how to apply it. Returns the exit code."""
+def write_manifest(config: Config, folder: Path) -> None:
+    """Write `job.yaml` beside config.yaml and say how to apply it."""
     documents = _manifest(config, folder)
     body = "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
     name = documents[-1]["metadata"]["name"]
@@ -37,7 +37,6 @@ def write_manifest(config: Config, folder: Path) -> int:
     print(f"Apply with:  kubectl apply -f {path}")
     namespace = "" if config.cluster.namespace is None else f" --namespace {config.cluster.namespace}"
     print(f"Its log:     kubectl logs --follow job/{name}{namespace}")
-    return 0
 
 
 def _manifest(config: Config, folder: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from src.engine.launch.supervisor import ENDED_BY_AGENT, Ended, run_ranks
 from src.engine.launch.torchrun import where_logs_are
 from src.engine.machine.lock import own
 from src.engine.machine.process import imports_without_collector
-from src.engine.machine.ranks import Place, Ranks, host_name
+from src.engine.machine.ranks import Place, host_name
 from src.schema import Config, ResolvedConfig
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def main(folder: Path, origin: Path) -> int:
         if place.node > 0:
             return follow(origin, place)
         if not (origin / "config.yaml").exists():
-            raise ValueError(
-                f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is this folder on its disks?"
-            )
+            raise ValueError(f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is it on its disks?")
         folder.mkdir(parents=True, exist_ok=True)
         with own(folder):
             return lead(read_frozen(origin), folder, place)
@@ -59,9 +57,7 @@ def find_place() -> Place:
     if "JOB_COMPLETION_INDEX" in os.environ:
         return place_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
-        raise ValueError(
-            "SLURM_STEP_NODELIST: not set; this command is for the file of a job, under srun or Kubernetes"
-        )
+        raise ValueError("SLURM_STEP_NODELIST: not set; this command is for a job's file, under srun or Kubernetes")
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return place_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else Place()
 
@@ -83,9 +79,9 @@ def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
         share_config(rendezvous.store, folder)
     ended = run_ranks(config, folder, rendezvous)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        _wait_for_cause(_of_ranks(rendezvous.store), folder, _first_rank(config, place))
+        _wait_for_cause(_of_ranks(rendezvous.store), folder, config.parallel.devices)
     code = conclude(config, folder, ended)
-    lost = code == 1 and first_failure(folder, ended).get("exception") == "NodeLost"
+    lost = code == 1 and first_failure(folder, ended)["exception"] == "NodeLost"
     return NODE_LOST if lost and _checkpoints(folder) != before else code
 
 
@@ -97,15 +93,15 @@ def follow(origin: Path, place: Place) -> int:
     if taken is None:
         return 2
     config, folder = taken
-    ranks = _first_rank(config, place)
-    for rank in range(ranks.rank, ranks.rank + ranks.local_world_size):
+    local = config.parallel.devices // place.nodes  # the nodes have equally many
+    for rank in range(place.node * local, (place.node + 1) * local):
         failure_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt, on this node's own disk
     ended = run_ranks(config, folder, rendezvous)
     if ended.signal is not None:
         return 128 + ended.signal
     if ended.exit_codes:
         _tell_of_exit_codes(_of_ranks(rendezvous.store), folder, ended)
-        print(where_logs_are(ranks, folder), file=sys.stderr, flush=True)
+        print(where_logs_are(place.node, folder), file=sys.stderr, flush=True)
     return int(bool(ended.exit_codes))
 
 
@@ -115,12 +111,6 @@ def _meet(place: Place, seconds: float) -> Rendezvous:
     rendezvous = Rendezvous(place, seconds)
     tell_facts(rendezvous.store, place.node, place.node)
     return rendezvous
-
-
-def _first_rank(config: ResolvedConfig, place: Place) -> Ranks:
-    """The first rank of this node; the nodes have equally many."""
-    local = config.parallel.devices // place.nodes
-    return Ranks(place.node * local, local * place.nodes, 0, local, node=place.node, nodes=place.nodes)
 
 
 def _of_ranks(store: Store) -> Store:
@@ -138,11 +128,11 @@ def _tell_of_exit_codes(store: Store, folder: Path, ended: Ended) -> None:
             publish_failure(store, {**record, "reason": f"{record['reason']} on {host_name()}"})
 
 
-def _wait_for_cause(store: Store, folder: Path, ranks: Ranks) -> None:
+def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
     """Wait until it is known why this node's ranks have lost the others, or until nobody will tell any more."""
     until = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < until:
-        fetch_failures(store, folder, ranks)
+        fetch_failures(store, folder, world_size)
         if cause_is_known(folder):
             return
         time.sleep(ANSWER_SECONDS / 20)
@@ -153,6 +143,5 @@ def _checkpoints(folder: Path) -> set[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main(Path(sys.argv[1]), Path(sys.argv[-1]))
-    )  # the config's folder is the run folder, unless a second is given
+    # The config's folder is the run folder, unless a second is given.
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[-1])))

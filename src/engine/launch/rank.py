@@ -7,14 +7,13 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.config.compose import read_frozen
 from src.engine.launch.failure import failure_record, log_file, write_failure
-from src.engine.launch.heartbeat import Heartbeats, publish_failure
+from src.engine.launch.heartbeat import publish_failure
 from src.engine.launch.rendezvous import open_store
 from src.engine.launch.watchdog import Watchdog
 from src.engine.machine.platform import STOP_SIGNALS
@@ -48,7 +47,7 @@ def run_rank(
     store: Store | None,
     before_exit: Callable[[], object] | None = None,
 ) -> int:
-    """Run one rank in this process. A failure is recorded in `logs/failure_rank_N.json`, not raised.
+    """Run one rank in this process; returns its exit code. A failure is recorded in `logs/failure_rank_N.json`, not raised.
 
     `before_exit` is called before the watchdog ends this process, which then does not return from here.
     """
@@ -58,33 +57,25 @@ def run_rank(
     for number in STOP_SIGNALS:
         signal.signal(number, stop_handler)
     try:
-        own_store = None if store is None else store.clone()
-        with Watchdog(config.parallel, folder, ranks, own_store, stacks, before_exit) as heartbeats:
+        with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:
             # before training there is nothing to save, and without a peer nobody can
             exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left())
             try:
                 run(config, folder, ranks, store)
                 return 0
             except Exception as error:
-                return _record(error, config, folder, ranks, store, heartbeats)
+                ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is writing down why
+                log.exception("rank %d failed", ranks.rank)
+                record = failure_record(error, config, ranks, folder)
+                if store is not None:
+                    publish_failure(store, record)
+                write_failure(folder, record)
+                if record["is_echo"] and ranks.nodes > 1:
+                    heartbeats.wait_for_cause()
+                return int(record["exit_code"])
     except Stopped as stop:
         log.info("stopped by %s", stop)
         return 128 + stop.number
-
-
-def _record(
-    error: Exception, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None, heartbeats: Heartbeats
-) -> int:
-    """Write down why this rank has failed, and tell the others. Returns its exit code."""
-    ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is still writing down why
-    log.error("rank %d failed\n%s", ranks.rank, traceback.format_exc())
-    record = failure_record(error, config, ranks, folder)
-    if store is not None:
-        publish_failure(store, record)
-    write_failure(folder, record)
-    if record["is_echo"] and ranks.nodes > 1:
-        heartbeats.wait_for_cause()
-    return int(record["exit_code"])
 
 
 def keep_compiled_code_private() -> None:

@@ -83,16 +83,11 @@ def _host_store(place: Place) -> TCPStore:
     try:
         listener = socket.create_server((socket.gethostbyname(place.address), place.port))
     except OSError as error:
-        raise ValueError(
-            f"{place.address}:{place.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
-        ) from None
+        at = f"{place.address}:{place.port}"
+        raise ValueError(f"{at}: node 0 ({host_name()}) cannot listen there ({error.strerror})") from None
+    port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
-        place.address,
-        listener.getsockname()[1],
-        is_master=True,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-        use_libuv=not WINDOWS,
+        place.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor, use_libuv=not WINDOWS
     )
 
 
@@ -104,13 +99,8 @@ def _join(place: Place, timeout: float) -> TCPStore:
     while time.monotonic() < until:
         try:
             socket.create_connection((place.address, place.port), timeout=5).close()
-            store = TCPStore(
-                place.address,
-                place.port,
-                is_master=False,
-                timeout=timedelta(seconds=timeout),
-                use_libuv=not WINDOWS,
-            )
+            seconds = timedelta(seconds=timeout)
+            store = TCPStore(place.address, place.port, is_master=False, timeout=seconds, use_libuv=not WINDOWS)
             if store.add(f"joined/{place.node}", 1) == 1:
                 return store
         except (OSError, RuntimeError):  # not yet there, or just leaving

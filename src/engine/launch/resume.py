@@ -74,13 +74,11 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
         try:
             if read_status(folder) == "done" or is_owned(folder) or queued_job(folder):
                 continue
-            others = [
-                change for change in _changes(config, read_frozen(folder)) if not change[0].startswith(OF_A_COMMAND)
-            ]
+            changes = _changes(config, read_frozen(folder))
+            others = [f"{key}={was}" for key, was, _ in changes if not key.startswith(OF_A_COMMAND)]
             if not others:
                 return folder
-            key, was, _ = others[0]
-            nearest = nearest or hide(f" with these settings (the newest, {folder}, has {key}={was})")
+            nearest = nearest or hide(f" with these settings (the newest, {folder}, has {others[0]})")
         except ValueError as error:
             print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
     print(f"resume=auto: no unfinished run of {config.task_name}{nearest}; starting a new one", file=sys.stderr)
@@ -96,23 +94,20 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
             f"resume={folder}: it belongs to job {job}, which is in the queue; wait for it, or scancel {job}"
         )
     frozen = read_frozen(folder)
-    changes = _changes(config, frozen)
-    if config.resume_strict and (another := _another_training(config, frozen, changes)) is not None:
+    if config.resume_strict and (another := _another_training(config, frozen)) is not None:
         raise ValueError(
             f"{another}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
         )
     if read_status(folder) == "done" and not _is_longer(config.train, frozen.train):
         raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
-    for key, was, value in changes:
+    for key, was, value in _changes(config, frozen):
         if not key.startswith(("resume", "print_config")):
             print(hide(f"resume: {key}: {was} -> {value}"), file=sys.stderr)
 
 
 def _asked(overrides: list[str]) -> Path | None:
-    for item in reversed(overrides):
-        if item.startswith("resume=") and item not in ("resume=auto", "resume=null", "resume="):
-            return Path(item.removeprefix("resume=").strip("'\""))
-    return None
+    given = [item.removeprefix("resume=").strip("'\"") for item in overrides if item.startswith("resume=")]
+    return Path(given[-1]) if given and given[-1] not in ("auto", "null", "") else None  # the last one counts
 
 
 def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
@@ -121,11 +116,9 @@ def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
     return [(key, was, value) for (key, was, _), (_, value, _) in pairs if was != value]
 
 
-def _another_training(
-    config: ResolvedConfig, before: ResolvedConfig, changes: list[tuple[str, Any, Any]]
-) -> str | None:
+def _another_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
     """The first change that makes it another training."""
-    for key, was, value in changes:
+    for key, was, value in _changes(config, before):
         if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
             return f"{key}={value} (was {was})"
     if config.global_batch == before.global_batch:

@@ -33,15 +33,14 @@ ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
 FIRST_PORT, PORTS = 20000, 12000  # below those that Linux gives to outgoing connections (32768 and above)
 
 
-def write_script(config: Config, folder: Path) -> int:
-    """Write `job.sbatch` beside config.yaml. Returns the exit code."""
+def write_script(config: Config, folder: Path) -> None:
+    """Write `job.sbatch` beside config.yaml."""
     (folder / "logs").mkdir(exist_ok=True)  # Slurm opens the job's log before the job begins
     full = folder.resolve()
     text = script_of(config, f"{full}/config.yaml", full / "logs" / "slurm.log", shlex.quote(str(full)))
     write_text(folder / SCRIPT, text)
     if not config.cluster.submit:
         print(f"Submit with: sbatch {shlex.quote(str(folder / SCRIPT))}")
-    return 0
 
 
 def submit(config: Config, folder: Path) -> int:

@@ -128,8 +128,8 @@ def run_agent(
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
     ended = Ended(world_size=launch.nproc_per_node if place.nodes == 1 else 0)
-    variables = _environment(parallel) | listen_towards(place.address)
-    with signal_handlers(None), _exported(variables):  # the agent installs handlers of its own and leaves them behind
+    os.environ.update(_environment(parallel) | listen_towards(place.address))  # the agent hands its own to the ranks
+    with signal_handlers(None):  # the agent installs handlers of its own and leaves them behind
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:
@@ -153,15 +153,3 @@ def signal_handlers(handler: object) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def _exported(variables: dict[str, str]) -> Iterator[None]:
-    """The agent hands its own environment to the ranks."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -59,7 +59,7 @@ def _run_and_say(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ran
         if ranks.node == 0:
             return conclude(config, folder, ended, console)
         if ranks.is_first_of_node:
-            print(where_logs_are(ranks, folder), file=console, flush=True)
+            print(where_logs_are(ranks.node, folder), file=console, flush=True)
         return 1
 
     code = run_rank(run, config, folder, ranks, store, lambda: report_end(Ended()))
@@ -67,15 +67,15 @@ def _run_and_say(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ran
         return report_end(Ended(signal=code - 128))
     if 0 < code < 128:
         time.sleep(1)  # for the records of ranks that fail at the same time
-        own = first_failure(folder, Ended()).get("rank") == ranks.rank
+        own = first_failure(folder, Ended())["rank"] == ranks.rank
         if own if ranks.nodes == 1 else ranks.is_first_of_node:
             report_end(Ended())
     return code
 
 
-def where_logs_are(ranks: Ranks, folder: Path) -> str:
+def where_logs_are(node: int, folder: Path) -> str:
     """What a node other than the first says when the run has failed; the first has the records."""
-    return f"Node {ranks.node} ({host_name()}) ends with the run; its logs are in {host_name()}:{folder / 'logs'}"
+    return f"Node {node} ({host_name()}) ends with the run; its logs are in {host_name()}:{folder / 'logs'}"
 
 
 def refuse_followers(ranks: Ranks) -> None:

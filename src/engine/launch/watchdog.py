@@ -50,9 +50,9 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: a client of its own, None for the only rank. `log`: where stacks go. `before_exit`: before leaving."""
-        self.config, self.folder, self.ranks, self.store, self.log = config, folder, ranks, store, log
-        self.before_exit = before_exit
+        """`store`: None for the only rank. `log`: where stacks go. `before_exit`: before leaving."""
+        self.config, self.folder, self.ranks, self.log, self.before_exit = config, folder, ranks, log, before_exit
+        self.store = None if store is None else store.clone()  # each thread has a client of its own
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -1,7 +1,8 @@
-"""How the processes of a run behave: they die with their parent, start quickly, and leave nothing running."""
+"""How the processes of a run behave: they die with their parent, start quickly, end at once, and leave nothing running."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -69,6 +71,22 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 16 * 2**20)  # larger ones leave holes that nothing fits into
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, which may be a rank. Whatever it had to write down is written.
+
+    A rank that has failed, or was stopped, is still in its process group, and goes at once after Python's own exit
+    handlers. The destructors of NCCL's communicators and of CUDA may wait for ranks that never answer, where no watchdog
+    looks any more; and a thread that is inside torch's store while the interpreter shuts down would abort the process.
+    """
+    dist = sys.modules.get("torch.distributed")  # whoever never imported it is in no group
+    if code and dist is not None and dist.is_available() and dist.is_initialized():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager
