@@ -13,7 +13,7 @@ from conftest import in_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from src.engine.launch import watchdog
+from src.engine.launch import heartbeat, watchdog
 from src.engine.launch.failure import failure_files, first_failure, write_failure
 from src.engine.launch.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
 from src.engine.launch.supervisor import Ended
@@ -182,6 +182,22 @@ def test_a_late_store_is_no_proof_against_a_node(monkeypatch: pytest.MonkeyPatch
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     clock[0] += NODE_SILENT + 1
     assert first.silent_node() is None
+
+
+def test_a_failure_is_heard_also_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The thread ends with the error, and silence would be taken for the death of node 0."""
+
+    def full(folder: Path, record: dict[str, object]) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, second = two_nodes(tmp_path, [0.0], monkeypatch)
+    monkeypatch.setattr(heartbeat, "write_failure", full)
+    assert second.store is not None
+    for key, word in (("failure/0", "{}"), ("failed", "")):
+        second.store.set(key, word)
+    with pytest.raises(OSError, match="No space"):
+        speak(second)
+    assert second.failed and second.peer_has_left()
 
 
 def test_no_thread_is_inside_the_store_when_a_rank_has_come_to_its_end(tmp_path: Path) -> None:
