@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Train, in_ranks, read_lines, resolved
+from conftest import ROOT, Train, in_ranks, read_lines, resolved
 from torch import nn
 
 from src.engine.machine.nvidia import Gpu
@@ -286,6 +288,17 @@ def test_temperature_and_clocks_are_known_where_nvml_has_them(
     for _ in range(3):
         gpu.sample()
     assert gpu.state() == found
+
+
+@pytest.mark.processes
+def test_the_peak_memory_of_a_rank_is_its_own_and_not_that_of_its_launcher() -> None:
+    """Linux's ru_maxrss begins with what the parent held."""
+    held = bytearray(300 * 2**20)
+    code = "from src.engine.machine.platform import peak_memory; print(peak_memory())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert 2**20 < int(done.stdout) < len(held) // 2
 
 
 @pytest.mark.slow

@@ -42,12 +42,9 @@ def _now() -> Usage:
     stolen = getattr(machine, "steal", 0.0)
     guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # are in user and nice too
     total = sum(machine) - guests
+    own = _with_children(os.getpid(), lambda process: sum(process.cpu_times()[:2]))  # user and system
     ran, queued = _scheduled()
-    return Usage(time.perf_counter(), _own(), total - idle - stolen, stolen, total, ran, queued)
-
-
-def _own() -> float:
-    return _with_children(os.getpid(), lambda process: sum(process.cpu_times()[:2]))  # user and system
+    return Usage(time.perf_counter(), own, total - idle - stolen, stolen, total, ran, queued)
 
 
 def held_by(pid: int) -> int:

@@ -13,7 +13,7 @@ FEWEST_STEPS = 20  # timed steps from which on the halves of a run are compared
 def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:
     """As result.json has it. `ranks`: of every rank its `host` and the fields of its Usage, rank 0 first.
 
-    Load and steal are those of the first rank's host, `gpus` as GpuStates found them.
+    Load and steal are those of the first rank's host, `gpus` as Gpu.state says.
     """
     first, halves = ranks[0], throughput["halves"]
     wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
