@@ -10,7 +10,7 @@ import pytest
 
 from src.engine.machine import usage
 from src.engine.record import meter as module
-from src.engine.record.meter import Meter
+from src.engine.record.meter import Clock, Meter
 
 
 class Time:
@@ -26,7 +26,7 @@ class Time:
         return self.now
 
 
-class Gpu:
+class Gpu(Clock):
     """A device that does its steps one after the other, `seconds` each, while its process goes on."""
 
     def __init__(self, time: Time, seconds: float) -> None:

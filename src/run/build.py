@@ -15,9 +15,8 @@ from src.data.loader import Loader, Reader, TrainLoader, num_workers
 from src.data.sampling import EvaluationRequests, TrainRequests
 from src.engine.config.combinations import profile_rules
 from src.engine.config.rules import refuse
-from src.engine.record.meter import Meter
+from src.engine.record.meter import Clock, Meter
 from src.models.build import build_ema, build_model, check_image_size, preprocessing_for, training_size
-from src.parallel.clock import DeviceClock
 from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timm_dataset
@@ -60,7 +59,7 @@ def _build_moments(config: ResolvedConfig, strategy: Single, state: TrainState, 
     meter = Meter(
         config.global_batch * config.train.accumulate,
         total_steps,
-        None if strategy.device.type == "cpu" else DeviceClock(strategy.device),
+        None if strategy.device.type == "cpu" else Clock(strategy.device),
         window_opens=partial(strategy.window_opens, state.wrapped),
         untimed=untimed,
     )

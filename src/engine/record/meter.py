@@ -10,26 +10,34 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 
 from src.engine.machine.usage import Usage
 
 WARM_UP_STEPS = 10
 
 
-class Clock(Protocol):
-    """A device that computes asynchronously, as a GPU does."""
+class Clock:
+    """A CUDA device, or Apple's GPU, works on while its process asks for more: an event after every step says how far it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._of = torch.get_device_module(device)
+        self._step_done = self._of.Event()
 
     def wait(self) -> None:
         """Block until it has done all queued work. Called twice in a run: after the first step, and when the window opens."""
+        self._of.synchronize()
 
     def step_ends(self) -> None:
         """All work of a step is queued."""
+        self._step_done.record()
 
     def is_idle(self) -> bool:
         """True if it has done the last step."""
+        return bool(self._step_done.query())
 
 
 class Meter:
