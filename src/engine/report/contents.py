@@ -22,24 +22,14 @@ _OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "se
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """All that was measured on one hardware."""
-
-    name: str
-    groups: list[Group]
-    claims: list[Ruling]
-    corrections: list[Ruling]
-
-
-@dataclasses.dataclass(frozen=True)
 class Report:
     sweeps: list[Jobs]
     runs: list[RunRecord]
     counts: str  # e.g. `7 of 9 jobs done, 1 skipped, 1 running`
     smallest_difference: float
     leads: list[Lead]
-    machines: list[Machine]
     groups: list[Group]
+    rulings: dict[str, list[Ruling]]  # by hardware: on the claims, then on what is wrong whatever a machine measures
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
@@ -47,17 +37,17 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     limits = {run.config.get("sweep.smallest_difference") for run in runs}  # of several sweeps the largest
     smallest = max((limit for limit in limits if isinstance(limit, float) and limit > 0), default=SMALLEST_DIFFERENCE)
     groups = with_contrasts(group_runs(runs), smallest)
-    machines = []
+    rulings = {}
     for name in dict.fromkeys(group.hardware for group in groups):
-        mine = [group for group in groups if group.hardware == name]
         # A job that never began has no record of its hardware: its refusal or failure counts as evidence everywhere.
-        evidence = Evidence(mine, [run for run in runs if not run.accelerator or run.hardware == name])
-        machines.append(Machine(name, mine, weigh_claims(evidence), correct(evidence)))
+        known = [run for run in runs if not run.accelerator or run.hardware == name]
+        evidence = Evidence([group for group in groups if group.hardware == name], known)
+        rulings[name] = weigh_claims(evidence) + correct(evidence)
     statuses = Counter(run.status.replace("_", " ") for run in runs)
     counts = [f"{statuses.pop('done', 0)} of {len(runs)} jobs done"]
     counts += [f"{count} {status}" for status, count in sorted(statuses.items())]
     sweeps = [read_jobs(folder) for folder in folders if (folder / "jobs.json").is_file()]
-    return Report(sweeps, runs, ", ".join(counts), smallest, [lead_of(group) for group in groups], machines, groups)
+    return Report(sweeps, runs, ", ".join(counts), smallest, [lead_of(group) for group in groups], groups, rulings)
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
@@ -65,6 +55,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         {**_place(lead.group), **_pick(lead, "sentence", "command", "point"), "contrast": _fields(lead.contrast)}
         for lead in report.leads
     ]
+    rulings = [(name, ruling) for name, of_machine in report.rulings.items() for ruling in of_machine]
     return {
         "format": FORMAT,
         "sweeps": [
@@ -86,15 +77,15 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for contrast in contrasts
         ],
         "claims": [
-            {"hardware": machine.name, **_pick(claim, "number", "text", "figure", "verdict", "reason")}
-            | {"runs": [run.name for run in claim.runs]}
-            for machine in report.machines
-            for claim in machine.claims
+            {"hardware": name, **_pick(ruling, "number", "text", "figure", "verdict", "reason")}
+            | {"runs": [run.name for run in ruling.runs]}
+            for name, ruling in rulings
+            if ruling.number
         ],
         "corrections": [
-            {"hardware": machine.name, "statement": ruling.text, "truth": ruling.reason, "figure": ruling.figure}
-            for machine in report.machines
-            for ruling in machine.corrections
+            {"hardware": name, "statement": ruling.text, "truth": ruling.reason, "figure": ruling.figure}
+            for name, ruling in rulings
+            if not ruling.number
         ],
         "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
         "shared": {key: seen[0] for key, seen in values(run.config for run in report.runs).items() if len(seen) == 1},
