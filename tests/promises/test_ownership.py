@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -95,6 +97,21 @@ def test_a_folder_that_does_not_exist_is_refused_and_not_made(tmp_path: Path) ->
     with pytest.raises(ValueError, match="no such folder"), own(tmp_path / "missing"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(__import__("fcntl"), "flock", refuse)
+    with own(tmp_path):
+        (tmp_path / "result.json").write_text("{}")
+    assert "this file system has no locks" in caplog.text
+    assert not is_owned(tmp_path)
 
 
 @pytest.mark.slow
