@@ -18,6 +18,7 @@ from src.engine.config.resolve import resolve
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.machine.ranks import NEEDED, ranks_from_environment
+from src.engine.sweep.points import expand
 from src.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,6 +233,11 @@ def test_a_wrong_word_on_the_command_line_is_refused_by_name(
 ) -> None:
     line = refuse(*command.split(" "))
     assert [name for name in named if name not in line] == [], line
+
+
+def test_the_options_of_a_sweep_may_be_quoted() -> None:
+    _, points = expand(parse(["-m", "model='tiny',\"resnet18\""]))
+    assert [point.config.model.name for point in points] == ["vit_tiny_patch16_224", "resnet18"]
 
 
 YAML_FILES = [

@@ -213,7 +213,7 @@ def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
             for choice in override.sweep_string_iterator() if swept else [override.value()]:
                 if choice in (None, "null") and not override.is_delete():
                     raise ValueError(f"{key}=null: give one of {', '.join(options)}, or leave the group out: ~{key}")
-                if isinstance(choice, str) and choice not in options:
+                if isinstance(choice, str) and choice.strip("'\"") not in options:
                     raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
         elif not is_known(key):
             raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")
