@@ -158,6 +158,22 @@ def test_tars_that_cannot_be_used_are_refused(tmp_path: Path, name: str, prepare
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("names", [("carnival-train", "carnival-test"), ("constrained-train", "constrained-val")])
+def test_a_tar_is_not_trained_and_evaluated_on_because_a_word_is_in_its_name(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """`val` is in carnival, and `train` in constrained."""
+    for name in names:
+        write_tar(tmp_path / f"{name}.tar", folders(2))
+    with pytest.raises(
+        ValueError, match=r"\.tar is of the splits train and validation; name their tars in data\.kwargs"
+    ):
+        build_images(config_of("tar", tmp_path).data)
+    words = [f"+data.kwargs.{part}_split='{name}'" for part, name in zip(("train", "val"), names, strict=True)]
+    images = build_images(config_of("tar", tmp_path, *words).data)
+    assert len(images.train) == len(images.val) == 2
+
+
 def test_a_class_that_training_does_not_know_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", {"cat/1.png": png(0), "dog/1.png": png(1)})
     write_tar(tmp_path / "val.tar", {"cow/1.png": png(0)})

@@ -38,6 +38,12 @@ class Member(NamedTuple):
 def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
     """The splits of these names, and the classes of the first: of webdataset, whose labels are numbers, 0 up to the largest."""
     tars = [find_tars(root, name) for name in names]
+    for name, paths in zip(names[1:], tars[1:], strict=True):
+        if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
+            raise ValueError(
+                f"data.root={root}: {both[0].name} is of the splits {names[0]} and {name}; name their tars in "
+                "data.kwargs.train_split and val_split, with * or {0000..0146} for several"
+            )
     members = [_read_index(paths, webdataset) for paths in tars]
     labels = {member.label for member in members[0]}
     classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
@@ -71,8 +77,7 @@ def find_tars(root: Path, split: str) -> list[Path]:
     """`<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern such as `train-{0000..0146}.tar`."""
     if re.search(r"[*{]", split):
         found = [path for pattern in _expand_braces(split) for path in sorted(root.glob(pattern)) or [root / pattern]]
-        missing = [path for path in found if not path.is_file()]
-        if missing:
+        if missing := [path for path in found if not path.is_file()]:
             raise ValueError(f"data.root={root}: {missing[0].name} of {split} is not there")
         return found
     for name in SYNONYMS.get(split, (split,)):
