@@ -19,7 +19,7 @@ from torch import nn
 
 from src.data.datasets import build_images
 from src.engine.machine.ranks import Ranks
-from src.models.build import preprocessing_for, training_size
+from src.models.build import preprocessing_for, train_image_size
 from src.parallel import build_strategy
 from src.run.build import Run
 from src.schema import DataConfig, ResolvedConfig
@@ -309,11 +309,11 @@ def test_a_fault_inside_a_class_of_your_own_keeps_its_traceback(
 def test_training_images_have_the_models_size_where_only_that_of_evaluation_is_given() -> None:
     model, config = timm.create_model("test_vit"), DataConfig(name="folder", eval_image_size=96)
     images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
-    assert training_size(model, config, images) == 160
+    assert train_image_size(model, config, images) == 160
     assert preprocessing_for(model, config, images).input_size == (3, 96, 96)
     images.image_size = 48
-    assert training_size(model, config, images) == 48
-    assert training_size(model, DataConfig(image_size=64), images) == 64
+    assert train_image_size(model, config, images) == 48
+    assert train_image_size(model, DataConfig(image_size=64), images) == 64
 
 
 def test_images_in_memory_have_one_size() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
-from src.models.build import load_weights
+from src.models.weights import load_weights
 from src.parallel import build_strategy
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}

@@ -16,7 +16,7 @@ from src.data.sampling import EvaluationRequests, TrainRequests
 from src.engine.config.combinations import profile_rules
 from src.engine.config.rules import refuse
 from src.engine.record.meter import Clock, Meter
-from src.models.build import build_ema, build_model, check_image_size, preprocessing_for, training_size
+from src.models.build import build_ema, build_model, check_image_size, preprocessing_for, train_image_size
 from src.parallel.forward import AUTOCAST, set_matmul_precision
 from src.parallel.single import Single
 from src.schema import ResolvedConfig, is_timm_dataset
@@ -35,7 +35,7 @@ class Run:
         self.config, self.strategy = config, strategy
         self.images, self.preprocessing, model, self.evaluation = build_evaluation(config, strategy)
         self.num_classes = len(self.images.class_names)
-        size = training_size(model, config.data, self.images)
+        size = train_image_size(model, config.data, self.images)
         self.train = _build_train(config, self.images, size, self.preprocessing, strategy)
         # Optimizer steps, each of train.accumulate global batches; those before a resume are in the total.
         self.steps_per_epoch, self.total_steps = count_steps(config.train, self.train.requests.batches_per_epoch)

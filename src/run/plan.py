@@ -28,7 +28,7 @@ from src.data.sampling import TrainRequests
 from src.engine.config.combinations import check_combination
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
-from src.models.build import build_model, count_parameters, training_size
+from src.models.build import build_model, count_parameters, train_image_size
 from src.parallel.forward import AUTOCAST, ModelAndLoss
 from src.schema import Config, ResolvedConfig
 from src.training.objective import build_criterion
@@ -129,7 +129,7 @@ def _count(config: ResolvedConfig, images: Images, devices: int) -> Plan:
         model = build_model(config.model, len(images.class_names), images.in_chans, side, torch.device("meta"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        pixels = training_size(model, config.data, images)
+        pixels = train_image_size(model, config.data, images)
         rates = _rates(config, model, steps_per_epoch, steps)
         num_classes = config.model.num_classes or len(images.class_names)
         flops, held = _step(config, model, torch.empty(chunk, images.in_chans, pixels, pixels), num_classes)
