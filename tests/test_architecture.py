@@ -62,6 +62,7 @@ FENCES = {
     r"timm": (
         "src/models/build.py",
         "src/models/cifar_resnet.py",
+        "src/models/weights.py",
         "src/engine/doctor/probe.py",
         "src/trained/export.py",
         "src/training/optim.py",
