@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,3 +236,47 @@ def test_a_node_waits_for_the_first_one_as_long_as_the_job_says(
     monkeypatch.setattr(node, "Rendezvous", find_nobody)
     assert node.main(tmp_path / "run", tmp_path) == 2
     assert waited == [seconds]
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "is_refused"),
+    [
+        ("torchrun --nnodes=1:2 train.py", None, True),
+        ("torchrun --nnodes 1:2 --nproc-per-node 1 train.py", None, True),
+        ("python -m torch.distributed.run -nnodes 2 train.py", None, False),
+        ("torchrun --nnodes=2:2 train.py", None, False),
+        ("torchrun train.py", "1:4", True),
+        ("torchrun --nnodes=2 train.py", "1:4", False),
+        ("torchrun train.py", None, False),
+    ],
+)
+def test_a_changing_number_of_nodes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, words: str, variable: str | None, is_refused: bool
+) -> None:
+    """torchrun would start the ranks again whenever a node comes or goes, and count no restart."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=words.split))
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PET_NNODES", variable)
+    with pytest.raises(ValueError, match=r"--nnodes=1:.: a run has one number") if is_refused else nullcontext():
+        torchrun._refuse_elastic_nodes()
+
+
+@pytest.mark.parametrize(
+    ("signals", "job", "is_told"),
+    [("SIGTERM,SIGINT", "7", True), ("SIGTERM,SIGUSR1", "7", False), ("SIGTERM", None, False), (None, "7", False)],
+)
+def test_torchrun_that_would_die_of_slurms_warning_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    signals: str | None,
+    job: str | None,
+    is_told: bool,
+) -> None:
+    for name, value in (("TORCHELASTIC_SIGNALS_TO_HANDLE", signals), ("SLURM_JOB_ID", job)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    torchrun._advise_on_signals()
+    assert ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1" in capsys.readouterr().err) == is_told
