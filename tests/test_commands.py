@@ -288,6 +288,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
     assert SAYS[name] in said.out or (written and written[0].stat().st_size > 0), said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
 def test_a_plan_is_made(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(command, capsys)

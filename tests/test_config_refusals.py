@@ -395,11 +395,13 @@ def parse(words: list[str]) -> object:
     return get_args_parser().parse_args(words)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
-def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_key(
-    overrides: list[str], cuda: int
-) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_combination_is_either_valid_or_refused_with_one_line_that_names_a_key(examples: int) -> None:
+    drawn = given(overrides=COMBINATIONS, cuda=st.integers(0, 2))(is_valid_or_refused)
+    settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(drawn)()
+
+
+def is_valid_or_refused(overrides: list[str], cuda: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
         patch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(cuda))
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Finished, Running, Train, tiny, without_times
+from conftest import Finished, Running, Train, run_warm, tiny, without_times
 
 from src.training import checkpoint
 
@@ -47,16 +47,8 @@ def in_its_folder(done: Finished) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def forms(train_shared: Train) -> dict[str, Finished]:
-    """The same ddp run in two launch forms, into the same `hydra.run.dir` at the same time."""
-    python, torchrun = train_shared.start(*TWO), train_shared.start("parallel=ddp", form="torchrun")
-    return {"python": in_its_folder(python.finish()), "torchrun": in_its_folder(torchrun.finish())}
-
-
-def test_runs_started_together_into_one_folder_get_one_each(forms: dict[str, Finished]) -> None:
-    wanted = min((done.folder for done in forms.values()), key=lambda folder: len(folder.name))
-    assert {done.folder for done in forms.values()} == {wanted, Path(f"{wanted}_1")}
-    assert {path.name for path in wanted.parent.iterdir() if path.name.startswith("run")} == {"run", "run_1"}
+def by_torchrun(train_shared: Train) -> Finished:
+    return in_its_folder(train_shared("parallel=ddp", form="torchrun"))
 
 
 def check(done: Finished) -> None:
@@ -84,26 +76,27 @@ def check_equal(done: Finished, other: Finished) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("form", ["python", "torchrun"])
-def test_a_run_leaves_one_of_everything_and_proves_its_two_ranks(forms: dict[str, Finished], form: str) -> None:
-    check(forms[form])
+def test_a_run_leaves_one_of_everything_and_proves_its_two_ranks(by_torchrun: Finished) -> None:
+    check(by_torchrun)
 
 
-def test_torchrun_gives_the_same_numbers(forms: dict[str, Finished]) -> None:
-    check_equal(forms["torchrun"], forms["python"])
+def test_whoever_starts_the_ranks_the_numbers_are_the_same(by_torchrun: Finished, tmp_path: Path) -> None:
+    check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
 @pytest.mark.slow
-def test_ranks_started_by_hand_are_the_same_run(forms: dict[str, Finished], train_shared: Train) -> None:
-    """One by one, rank 0 three seconds after the other."""
-    ranks = by_hand(train_shared, train_shared.base / "run", 3.0, "parallel=ddp")
-    ended = [in_its_folder(ranks[1].finish()), ranks[0].finish()]
-    assert ended[1].returncode == 0, ended[1].output
-    check(ended[0])
-    check_equal(ended[0], forms["python"])
+def test_runs_started_together_into_one_folder_get_one_each(by_torchrun: Finished, train: Train) -> None:
+    """One by train.py, one whose ranks are started one by one, rank 0 three seconds after the other."""
+    ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
+    runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]
+    assert ranks[0].finish().returncode == 0
+    assert {run.folder.name for run in runs} == {"run", "run_1"} == {path.name for path in train.base.glob("run*")}
+    for run in runs:
+        check(run)
+        check_equal(run, by_torchrun)
 
 
-def test_nothing_is_left_in_the_temporary_folder(forms: dict[str, Finished], train_shared: Train) -> None:
+def test_nothing_is_left_in_the_temporary_folder(by_torchrun: Finished, train_shared: Train) -> None:
     left = [path for path in train_shared.temporary.iterdir() if not path.name.startswith("torchelastic_")]
     assert left == [], "torchrun's own folder of logs excepted"
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from report_sweeps import GIB, Sweep, full_sweep, read
 
+from scripts import report as script
 from src.engine.record.result import FORMAT, Result, write_result
 from src.engine.report.measured import RunRecord
 from src.engine.report.report import write_report
@@ -374,18 +375,14 @@ def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
     assert html.stat().st_size < 2e6
 
 
-def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path) -> None:
+def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
-
-    def script(path: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "scripts/report.py", str(path)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    done = script(folder)
+    command = [sys.executable, "scripts/report.py", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(folder / "report.html"))
-    refused = script(tmp_path)
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1 and str(tmp_path) in refused.stderr
+    assert script.main([str(tmp_path)]) == 2
+    refused = capsys.readouterr().err
+    assert refused.count("\n") == 1 and str(tmp_path) in refused
 
 
 def test_run_without_a_record_has_no_number(tmp_path: Path) -> None:

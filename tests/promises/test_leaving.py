@@ -72,6 +72,7 @@ raise RuntimeError("the accident of this test")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_exception_does_not_leave_a_thread_in_the_store(tmp_path: Path) -> None:
     """The interpreter's end would abort the process: a run's, evaluate.py's or scripts/predict.py's."""
