@@ -40,7 +40,7 @@ def play(needs: list[Need], seconds: list[float], machine: dict[str, list[str]],
         for job in [job for job, (end, _) in running.items() if end == now]:
             del running[job]
             packing.release(job)
-    assert packing.free
+    assert {kind: packing.free(kind) for kind in machine} == {kind: list(names) for kind, names in machine.items()}
     for job, refused in first_refused.items():  # what ran when it was reserved ends, and then it starts
         start = next(entry[0] for entry in schedule if entry[2] == job)
         assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), "a reserved job was passed by"

@@ -72,9 +72,8 @@ def check_hydra_block(tree: DictConfig) -> None:
             raise ValueError(f"hydra.{key}={value}: fixed; below hydra a config can set {', '.join(SETTABLE)}")
     verbose = block["verbose"]
     loggers = verbose if isinstance(verbose, list) else [verbose]
-    if not isinstance(verbose, bool) and not all(
-        isinstance(name, str) for name in loggers
-    ):  # Hydra would only assert it
+    is_names = all(isinstance(name, str) for name in loggers)
+    if not isinstance(verbose, bool) and not is_names:  # Hydra would only assert it
         raise ValueError(f"hydra.verbose={verbose}: give true, false or names of loggers")
     if not re.fullmatch(r"[\w.-]+", str(hydra.job.name)):  # of a log file in the run folder
         raise ValueError(f"hydra.job.name={hydra.job.name}: give letters, digits, dots and dashes")
