@@ -1,7 +1,7 @@
 """Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
 
-Short on purpose: the command line is composed and checked before torch is imported, once; then ranks start as processes
-of their own and read the frozen config of their run folder (src/engine/launch/). What a run does stands in src/run/lifecycle.py.
+Short on purpose: this file composes and checks the config once, before torch is imported. Then ranks start as separate
+processes and read the saved config of their run folder (src/engine/launch/). src/train/run.py does the training.
 """
 
 from __future__ import annotations
@@ -11,121 +11,163 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
-from src.engine.machine.process import leave
-from src.engine.machine.ranks import Ranks, ranks_from_environment
+from src.engine.machine.process import exit_process, keep_running_without_stdout
+from src.engine.machine.ranks import Ranks, ranks_from_environment, starter
 from src.engine.machine.secrets import hide, mask
-from src.run import run
+from src.train import run_training
 
 
 def main() -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 refused, 128 + signal when stopped by one."""
+    """Train, sweep or print help. Return the exit code: 0 done, 1 failed, 2 refused, 128 + N if signal N stopped it."""
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
-            from src.engine.launch.torchrun import follow
+            from src.engine.launch.torchrun import run_follower
 
-            return follow(run, ranks)
-        return _lead(ranks)
+            return run_follower(run_training, ranks)
+        # A rank receives signals through the process that started it.
+        with contextlib.nullcontext() if ranks else _interrupted_by_sigterm():
+            return _lead(ranks)
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
+    # Reached only outside a run, because a run handles signals itself.
+    except KeyboardInterrupt as interrupt:
+        number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+        print(f"train.py: stopped by {number.name}", file=sys.stderr)
+        return 128 + number
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, so that a sweep removes its folder if its jobs are not written yet."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _lead(ranks: Ranks | None) -> int:
-    """Rank 0, or the only process. What it refuses, the other ranks are told, because they wait for a run folder."""
+    """Parse the command line and run, as rank 0 or the only process. Reports errors to the other ranks, which wait."""
     try:
         arguments = _parse(sys.argv[1:])
         if arguments.experimental_rerun is not None:
             raise ValueError(
-                "--experimental-rerun: unpickles a file, which may run anything; use --config-path <run folder>"
+                "--experimental-rerun: unpickles a file, which may run any code; use --config-path <run folder>"
             )
         if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
-            return _hydra_habits(arguments)
+            return _show_with_hydra(arguments)
         return (_sweep if arguments.multirun else _run)(arguments, ranks)
-    except ValueError:
+    except ValueError as error:
         if ranks is not None:
             from src.engine.launch.torchrun import refuse_followers
 
-            refuse_followers(ranks)
+            refuse_followers(ranks, mask(str(error)))
         raise
 
 
 def _parse(command_line: list[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
+    from src.engine.config.suggest import key_hint
+
     def refuse(message: str) -> NoReturn:
-        if re.search(r"--local[-_]rank", message):  # torch.distributed.launch hands it to every script
+        # torch.distributed.launch passes it to every script.
+        if re.search(r"--local[-_]rank", message):
             raise ValueError(
-                "--local-rank: torch.distributed.launch is out of date; "
+                "--local-rank: torch.distributed.launch is not supported; "
                 "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
             )
+        option = re.search(r"unrecognized arguments: --([\w.-]+)", message)
+        suggestion = key_hint(option.group(1).replace("-", "_")) if option else ""
+        if suggestion:
+            message += f"; keys have no dashes in front{suggestion}"
         raise ValueError(f"{message}; see python train.py --help")
 
     parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]  # one line, where argparse prints its usage first
-    return parser.parse_intermixed_args(command_line)  # `model=tiny -m seed=1,2`: overrides on both sides of a flag
+    # One line, instead of argparse's usage.
+    parser.error = refuse  # type: ignore[method-assign]
+    # Overrides may be on both sides of a flag: `model=tiny -m seed=1,2`.
+    return parser.parse_intermixed_args(command_line)
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:
-    """One run: compose, check, claim or reopen the run folder, start the ranks (or, under torchrun, be rank 0)."""
-    from src.data.folders import check_data
-    from src.engine.config.compose import compose_command, run_in_hydra
-    from src.engine.config.resolve import remarks, resolve
+    """Compose and check the config, create or reopen the run folder, start the ranks (under torchrun: run rank 0)."""
+    from src.data.check import check_data
+    from src.engine.cluster.slurm import check_scheduler, submit
+    from src.engine.config.compose import run_in_hydra
+    from src.engine.config.resolve import notices, resolve
     from src.engine.launch.job import run_job
-    from src.engine.launch.resume import check_resumable, folder_to_resume, with_saved_overrides
-    from src.engine.launch.slurm import check_scheduler, submit
-    from src.engine.launch.torchrun import agree, lead, remembered_folder
+    from src.engine.launch.resume import check_resumable, compose_run, folder_to_resume, records_of, restore_records
+    from src.engine.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from src.engine.machine.files import claim_folder
-    from src.engine.machine.lock import own
+    from src.engine.machine.lock import lock_folder
 
-    command = compose_command(with_saved_overrides(arguments))
-    if command.config.cluster.scheduler == "local":  # elsewhere, the job looks for itself
+    remembered = remembered_folder(ranks)
+    command = compose_run(arguments, remembered)
+    # On a cluster, the job checks the data.
+    if command.config.cluster.scheduler == "local":
         check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
-    for line in remarks(command.config, config, ranks.world_size if ranks else None):
+    for line in notices(command.config, config, ranks.world_size if ranks else None):
         print(line, flush=True)
     if ranks is not None:
-        agree(config, command.config.parallel, ranks)
+        negotiate(config, command.config.parallel, ranks)
     check_scheduler(config.cluster)
-    folder = remembered_folder(ranks) or folder_to_resume(config)
-    goes_on = folder is not None
+    folder = remembered or folder_to_resume(config)
+    is_resumed = folder is not None
     folder = folder or claim_folder(command.run_dir)
-    with own(folder):
-        if goes_on:
+    with lock_folder(folder):
+        records = records_of(folder)
+        if is_resumed:
             check_resumable(config, folder)
         if ranks is not None:
-            return run_in_hydra(command, folder, lambda: lead(run, config, folder, ranks))
-        code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+            code = run_in_hydra(command, folder, lambda: run_rank_zero(run_training, config, folder, ranks))
+        else:
+            code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+        if is_resumed and code == 2:
+            restore_records(folder, records)
+    if ranks is not None:
+        return code
     return code or submit(config, folder)
 
 
 def _sweep(arguments: Any, ranks: Ranks | None) -> int:
-    """--multirun: all jobs composed first, then run one by one, each in processes of its own."""
-    from src.data.folders import training_size
-    from src.engine.sweep.sweep import run_sweep
+    """Run a sweep (--multirun): compose all jobs first, then run each in separate processes."""
+    from src.data.check import check_data, training_size
+    from src.engine.multirun import run_multirun
 
     if ranks is not None:
-        raise ValueError("--multirun: a sweep starts its own ranks; run it with python train.py -m …, without torchrun")
-    return run_sweep(arguments, training_size)
+        raise ValueError(f"--multirun: a sweep starts its own ranks; run python train.py -m … without {starter()}")
+    return run_multirun(arguments, training_size, check_data)
 
 
-def _hydra_habits(arguments: Any) -> int:
-    """--help, --cfg, --info and shell completion, as Hydra does them."""
+def _show_with_hydra(arguments: Any) -> int:
+    """Let Hydra print --help, --cfg, --info or shell completion."""
     import hydra
 
     from src.engine.config.compose import VERSION_BASE, compose_command, store_schema
 
     chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
-        # Refused in one line, and before Hydra imports what a config names. A bare --help has nothing to refuse.
+        # Refuse in one line, before Hydra imports the classes that a config names. A bare --help has nothing to refuse.
         compose_command(argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}))
     store_schema()
     shown = io.StringIO()
     try:
-        with contextlib.redirect_stdout(shown):  # --resolve shows what secrets stand for
+        # Captured, because --resolve would print secrets.
+        with contextlib.redirect_stdout(shown):
             hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(lambda tree: None)()
     finally:
         print(hide(shown.getvalue()), end="")
@@ -133,4 +175,6 @@ def _hydra_habits(arguments: Any) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())  # under torchrun, this is a rank
+    keep_running_without_stdout()
+    # Under torchrun, this process is a rank.
+    exit_process(main())

@@ -1,7 +1,7 @@
-"""What more devices would bring: `python scripts/forecast.py <sweep folder>` from the counts that the sweep has measured.
+"""Forecast the speed on more devices from the device counts of a sweep: `python scripts/forecast.py <sweep folder>`.
 
-Images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval and the error of counts left
-out (docs/forecast.md). With --bandwidth-gbps, --latency-us and --devices-per-node it asks what another link would change.
+Prints images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval, and the error for counts
+left out of the fit (docs/forecast.md). --bandwidth-gbps, --latency-us and --devices-per-node describe another link.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, counts, number, refused_in_a_line, whole_number
+from src.engine.config.arguments import CommandLine, counts, errors_in_one_line, number
 
 
-@refused_in_a_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("folder", type=Path, help="a sweep over parallel.devices, with single or ddp")
@@ -26,11 +27,13 @@ def main(argv: list[str]) -> int:
         "--bandwidth-gbps", type=number(above=0), help="of a link between nodes, in 10^9 bits per second"
     )
     parser.add_argument("--latency-us", type=number(), help="of a message between nodes, in microseconds")
-    parser.add_argument("--devices-per-node", type=whole_number(), help="joined as those measured are (default: 1)")
+    parser.add_argument(
+        "--devices-per-node", type=number(int, least=1), help="devices joined by the measured link (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    arguments = parser.read(argv)
-    from src.engine.report.forecast import COUNTS
-    from src.engine.report.forecast_table import as_text, forecast_sweep
+    arguments = parser.parse_intermixed_args(argv)
+    from src.engine.forecast.model import COUNTS
+    from src.engine.forecast.table import as_text, forecast_sweep
 
     answers = forecast_sweep(arguments.folder, counts=arguments.devices or COUNTS, **link(arguments))
     print(json.dumps(answers, indent=2, default=asdict) if arguments.json else "\n".join(as_text(answers)))
@@ -38,10 +41,10 @@ def main(argv: list[str]) -> int:
 
 
 def link(arguments: Any) -> dict[str, float | None]:
-    """The link that is asked about, in bytes and seconds."""
+    """Convert the link options of the command line to bytes per second and seconds."""
     gbps, microseconds, per_node = arguments.bandwidth_gbps, arguments.latency_us, arguments.devices_per_node
     if per_node is not None and gbps is None and microseconds is None:
-        raise ValueError(f"devices-per-node={per_node}: says where another link begins; give its bandwidth-gbps")
+        raise ValueError(f"devices-per-node={per_node}: needs the link between nodes; give bandwidth-gbps too")
     return {
         "bandwidth": None if gbps is None else gbps * 1e9 / 8,
         "latency": None if microseconds is None else microseconds / 1e6,

@@ -1,32 +1,44 @@
-"""Before any device: `python scripts/plan.py key=value … parallel.devices=1,8,64` plans a run on hardware that is not here.
+"""Plan a run on hardware that is not here: `python scripts/plan.py key=value … parallel.devices=1,8,64`.
 
-A table with shards, steps, learning rate, FLOPs and tensor bytes per device; `--json` gives everything as JSON.
+Prints a table with shards, steps, learning rate, FLOPs and tensor bytes per device; `--json` prints everything as JSON. For
+data that is not here, give its size: `images=1281167 classes=1000`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, counts, refused_in_a_line
+from src.engine.config.arguments import CommandLine, counts, errors_in_one_line, number
 
 
-@refused_in_a_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64")
+    parser.add_argument(
+        "--images", type=number(int, least=1), help="in the training split, instead of reading the data"
+    )
+    parser.add_argument("--classes", type=number(int, least=2), help="of these images")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    arguments = parser.read(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    images, classes = arguments.images, arguments.classes
+    if images is None and classes is not None:
+        raise ValueError(f"classes={classes}: needs images too, e.g. images=1281167")
+    if images is not None and classes is None:
+        raise ValueError(f"images={images}: needs classes too, e.g. classes=1000")
 
-    from src.run.plan import plan, show
+    from src.commands.plan import plan, show
 
-    plans = plan(arguments.overrides, arguments.devices)
+    plans = plan(arguments.overrides, arguments.devices, None if images is None else (images, classes))
     if arguments.json:
-        print(json.dumps([one.as_json() for one in plans], indent=2))
+        print(json.dumps([asdict(row) for row in plans], indent=2))
     else:
         show(plans)
     return 0

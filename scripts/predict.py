@@ -1,4 +1,4 @@
-"""The best classes of images, by a trained model.
+"""Predict the most likely classes of images with a trained model.
 
 python scripts/predict.py run=<run folder> images=<folder or file>
 """
@@ -11,30 +11,33 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, number_or_auto, refused_in_a_line, whole_number
-from src.engine.machine.process import leave
+from src.engine.config.arguments import CommandLine, errors_in_one_line, number
+from src.engine.machine.process import exit_process
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.schema import Config, DataConfig, ParallelConfig
 
 
-@refused_in_a_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 refused."""
+    """Predict image classes and write the predictions. Return the exit code: 0 done, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
-    parser.add_argument("--topk", type=whole_number(), default=5)
+    parser.add_argument("--topk", type=number(int, least=1), default=5)
     parser.add_argument("--output", type=Path, help="file (default: printed); its suffix chooses the format")
     parser.add_argument("--format", choices=["console", "csv", "json"])
     parser.add_argument("--checkpoint", help="best, last or a file")
-    parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric judged")
-    parser.add_argument("--batch_size", type=whole_number(), default=64)
-    parser.add_argument("--workers", type=number_or_auto(0), default="auto", help="loader processes per rank, or auto")
+    parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric evaluates")
+    parser.add_argument("--batch_size", type=number(int, least=1), default=64)
+    parser.add_argument(
+        "--workers", type=number(int, or_auto=True), default="auto", help="loader processes per rank, or auto"
+    )
     parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
-    parser.add_argument("--devices", type=number_or_auto(), default="auto", help="a number, or auto")
-    given = parser.read(argv)
+    parser.add_argument("--devices", type=number(int, least=1, or_auto=True), default="auto", help="a number, or auto")
+    given = parser.parse_intermixed_args(argv)
     if not given.images.exists():
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
@@ -52,9 +55,9 @@ def main(argv: list[str]) -> int:
 
 
 def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
+    from src.commands.predict import PredictionRequest, predict, write
     from src.engine.launch.rendezvous import open_store
-    from src.engine.machine.process import die_with_parent
-    from src.trained.predict import PredictionRequest, predict, write
+    from src.engine.machine.process import kill_on_parent_exit
 
     started = time.monotonic()
     request = PredictionRequest(
@@ -68,15 +71,20 @@ def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
         parallel=ParallelConfig(strategy=given.parallel, devices=given.devices),
     )
     if ranks is not None:
-        die_with_parent()
+        kill_on_parent_exit()
     ranks = ranks or Ranks()
-    found = predict(request, ranks, open_store(ranks) if given.parallel == "ddp" else None)
+    predictions = predict(request, ranks, open_store(ranks) if given.parallel == "ddp" else None)
     if ranks.is_first:
-        by_suffix = "console" if given.output is None else "json" if given.output.suffix == ".json" else "csv"
-        write(found, given.format or by_suffix, given.output)
-        unreadable = sum(not one.classes for one in found)
-        print(f"{len(found)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr)
+        form = given.format or "console"
+        if given.format is None and given.output is not None:
+            form = "json" if given.output.suffix == ".json" else "csv"
+        write(predictions, form, given.output)
+        unreadable = sum(not image.classes for image in predictions)
+        print(
+            f"{len(predictions)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))  # this may be a rank
+    # This process may be a rank.
+    exit_process(main(sys.argv[1:]))

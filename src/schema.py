@@ -1,7 +1,10 @@
-"""Every key that can be set, with its type, default and bounds. The YAML under `conf/` is merged into this tree.
+"""Every key that can be set, with its type, default, bounds and help. The YAML under `conf/` is merged into this tree.
 
-A key that is not here does not exist: `python train.py modle=resnet18` is refused, wherever the misspelling stands.
-Free dictionaries appear only where a third-party constructor reads them (`kwargs`).
+train.py rejects a key that is not declared here, wherever it is set: `python train.py modle=resnet18`. Free dictionaries
+appear only where a third-party constructor reads them (`kwargs`). `make schema` writes docs/keys.md and conf/schema.json.
+
+A rule that ties keys together is a line of the method `problems` of the group that it concerns. The engine refuses a config
+by the first line that any group yields: key, value and fix. In a sweep such a point is skipped.
 """
 
 from __future__ import annotations
@@ -10,243 +13,547 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+# Built-in strategies and datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
+STRATEGIES = {
+    "single": "src.parallel.single.Single",
+    "dp": "src.parallel.data_parallel.DataParallelStrategy",
+    "ddp": "src.parallel.distributed.Distributed",
+}
+DATASETS = {
+    "digits": "src.data.datasets.Digits",
+    "synthetic": "src.data.datasets.Synthetic",
+    "folder": "src.data.datasets.Folder",
+    "csv": "src.data.datasets.Csv",
+    "timm": "src.data.timm_datasets.TimmImages",
+}
+# Datasets made in memory. They have one image size and do not read data.root.
+MADE_IN_MEMORY = ("digits", "synthetic")
+SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
+# Arguments of timm's create_scheduler_v2 that other keys decide.
+DERIVED_ARGUMENTS = ("num_epochs", "step_on_epochs", "updates_per_epoch")
+# Arguments of timm's create_scheduler_v2 that not every schedule reads -> the schedules that do.
+SCHEDULES_WITH = {
+    **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
+    "k_decay": ("cosine", "poly"),
+    **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
+    **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
+}
+# Keys of older versions -> their last default. A saved config may still hold such a key with this value, which names what is
+# always done now (src/engine/config/removed.py).
+REMOVED: dict[str, Any] = {
+    "train.on_nonfinite": "stop",
+    "train.max_skipped": 10,
+    "cluster.setup": None,
+    "cluster.extra": [],
+}
 
-def choice(default: Any, *allowed: Any) -> Any:
-    """A key that takes one of a few values."""
-    return field(default=default, metadata={"choices": allowed})
+
+Bound = float | None
 
 
-def number(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
-    """A finite number with bounds: `least` and `most` are allowed themselves, `above` is not. Of texts, only `auto`."""
-    return field(default=default, metadata={"least": least, "above": above, "most": most})
+def key(default: Any, *, help: str, only: str = "", **rules: Any) -> Any:
+    """Declare a config key. `help` is one sentence; `only`: the strategy that reads the key; empty: all."""
+    metadata = {"help": help, "only": only, **rules}
+    if isinstance(default, dict | list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def choice(default: Any, *allowed: Any, help: str, only: str = "") -> Any:
+    """Declare a config key whose value must be one of `allowed`."""
+    return key(default, help=help, choices=allowed, only=only)
+
+
+def number(default: Any, *, help: str, ge: Bound = None, gt: Bound = None, le: Bound = None, only: str = "") -> Any:
+    """Declare a config key for a finite number, >= `ge`, > `gt` and <= `le`. The only allowed text is `auto`."""
+    return key(default, help=help, ge=ge, gt=gt, le=le, only=only)
 
 
 @dataclass
 class EmaConfig:
-    decay: float | None = number(None, above=0, most=1)  # None: no averaged weights; 0.9998 is timm's default
-    warmup: bool = True  # let the average follow quickly at first
+    """Averaged weights (exponential moving average), evaluated next to the raw ones as `val/<metric>_ema`."""
+
+    decay: float | None = number(None, gt=0, le=1, help="Decay per step; null: no averaged weights; timm uses 0.9998.")
+    warmup: bool = key(True, help="Use a smaller decay in the first steps, so that the average follows sooner.")
 
 
 @dataclass
 class ModelConfig:
-    name: str = "resnet18"  # any timm name, or `src.<module>.<Class>` of your own
-    pretrained: bool = False  # timm's own weights, from the Hugging Face hub or its cache
-    weights: str | None = None  # a file: .safetensors, or a checkpoint of this project or of timm
-    num_classes: int | None = number(None, least=1)  # None: from the data
-    in_chans: int | None = number(None, least=1)  # None: from the data
-    kwargs: dict[str, Any] = field(default_factory=dict)  # to timm.create_model
-    channels_last: bool = False
-    compile: bool = False
-    grad_checkpointing: bool = False
-    sync_bn: bool = False
+    """The model. Its head, channels and image size follow the data."""
+
+    name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
+    pretrained: bool = key(False, help="Load timm's weights from the Hugging Face hub or its cache.")
+    weights: str | None = key(None, help="File to load: .safetensors, or a checkpoint of this project or of timm.")
+    weights_strict: bool = key(True, help="false: train what the file lacks, or does not fit, from scratch.")
+    freeze: int | str | None = key(None, help="backbone, the first N of timm's coarse groups, or a regex of names.")
+    num_classes: int | None = number(None, ge=1, help="Outputs of the model; null: as many as the data has classes.")
+    in_chans: int | None = number(None, ge=1, help="Image channels; null: from the data.")
+    kwargs: dict[str, Any] = key({}, help="More arguments of `timm.create_model`, or of your class.")
+    channels_last: bool = key(False, help="Store images and weights in channels-last memory format.")
+    compile: bool = key(False, help="Compile the model with torch.compile (not under dp).")
+    grad_checkpointing: bool = key(False, help="Recompute activations in the backward pass, to save memory.")
+    sync_bn: bool = key(False, help="Take BatchNorm statistics over all ranks of ddp.")
     ema: EmaConfig = field(default_factory=EmaConfig)
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        if self.weights is not None and self.pretrained:
+            yield f"model.weights={self.weights}: conflicts with model.pretrained=true; set one of them"
+        if isinstance(self.freeze, int) and self.freeze < 1:
+            yield f"model.freeze={self.freeze}: expected a number of groups >= 1, backbone, or a regular expression"
+        if isinstance(self.freeze, str) and not _is_regular_expression(self.freeze):
+            yield f"model.freeze={self.freeze}: not a regular expression; give backbone, a number, or e.g. '(stem|layer1)'"
+        if self.weights is None and not self.weights_strict:
+            yield "model.weights_strict=false: has no effect without model.weights=<file>"
+        # On a cluster, the job checks that the file exists.
+        here = whole.cluster.scheduler == "local"
+        if self.weights is not None and here and not Path(self.weights).is_file():
+            yield f"model.weights={self.weights}: no such file"
+        metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.optimized_metric}
+        for key, metric in metrics.items():
+            if metric.endswith("_ema") and self.ema.decay is None:
+                yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
+        if self.pretrained and is_own_class(self.name):
+            yield f"model.pretrained=true: timm has no weights for {self.name}; give a file: model.weights=<file>"
+        if self.sync_bn and not whole.parallel.has_ranks:
+            yield f"model.sync_bn=true: an option of ddp, but parallel={whole.parallel.strategy}"
+        if self.compile and whole.parallel.strategy == "dp":
+            yield "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
+        bucket = whole.parallel.bucket_cap_mb
+        if self.compile and bucket is not None and bucket < 1:
+            yield f"parallel.bucket_cap_mb={bucket}: expected >= 1 with model.compile=true, which splits the graph there"
 
 
 @dataclass
 class AugmentConfig:
-    """timm's names and meanings. None or 0 leaves a step out; the defaults change nothing."""
+    """Augmentation of training images, with timm's names and meanings. null or 0 leaves a step out."""
 
-    scale: list[float] | None = None  # area range of the random resized crop; None: resize, no random crop
-    ratio: list[float] | None = None  # aspect range of that crop; None: timm's 3/4 to 4/3
-    interpolation: str = choice("bilinear", "bilinear", "bicubic", "random")  # of crops; timm's train_interpolation
-    crop_padding: int = number(0, least=0)  # pixels of black around images of one size, then a random crop
-    hflip: float = number(0.0, least=0, most=1)
-    color_jitter: float | None = number(None, least=0)
-    aa: str | None = None  # timm's strings, e.g. rand-m9-mstd0.5-inc1
-    reprob: float = number(0.0, least=0, most=1)
-    mixup: float = number(0.0, least=0)
-    cutmix: float = number(0.0, least=0)
-    aug_repeats: int = number(1, least=1)  # copies of an image in a batch, each with its own draws; fewer images
+    scale: list[float] | None = key(None, help="Area range of the random resized crop; null: resize and center crop.")
+    ratio: list[float] | None = key(None, help="Aspect range of the random resized crop; null: 3/4 to 4/3.")
+    train_crop_mode: str | None = choice(None, "rrc", "rkrc", "rkrr", help="timm's crops; null: rrc if scale is set.")
+    interpolation: str = choice("bilinear", "bilinear", "bicubic", "random", help="For training images, and in aa.")
+    crop_padding: int = number(0, ge=0, help="Pixels of black around an image before a random crop of its size.")
+    hflip: float = number(0.0, ge=0, le=1, help="Probability of a horizontal flip.")
+    vflip: float = number(0.0, ge=0, le=1, help="Probability of a vertical flip.")
+    color_jitter: float | None = number(None, ge=0, help="Strength of random brightness, contrast and saturation.")
+    color_jitter_prob: float | None = number(None, ge=0, le=1, help="Probability of color jitter; null: always.")
+    grayscale_prob: float = number(0.0, ge=0, le=1, help="Probability of a conversion to gray.")
+    gaussian_blur_prob: float = number(0.0, ge=0, le=1, help="Probability of a Gaussian blur.")
+    aa: str | None = key(None, help="timm's RandAugment, AugMix or AutoAugment string, e.g. rand-m9-mstd0.5-inc1.")
+    reprob: float = number(0.0, ge=0, le=1, help="Probability of random erasing, after normalization.")
+    remode: str = choice("pixel", "const", "rand", "pixel", help="Erase with the mean, one color, or noise.")
+    recount: int = number(1, ge=1, help="Largest number of erased boxes in an image.")
+    mixup: float = number(0.0, ge=0, help="Mixup alpha.")
+    cutmix: float = number(0.0, ge=0, help="Cutmix alpha.")
+    cutmix_minmax: list[float] | None = key(None, help="Range of the box's sides as shares; set it instead of cutmix.")
+    mixup_prob: float = number(1.0, ge=0, le=1, help="Probability of mixup or cutmix.")
+    mixup_switch_prob: float = number(0.5, ge=0, le=1, help="Probability of cutmix, not mixup, if both are set.")
+    mixup_mode: str = choice("batch", "batch", "pair", "elem", help="Draw for each batch, pair of images, or image.")
+    mixup_off_epoch: int = number(0, ge=0, help="First epoch without mixup and cutmix; 0: none.")
+    aug_repeats: int = number(1, ge=1, help="Augmented copies of an image in a batch, which holds fewer images then.")
+
+    @property
+    def mixes(self) -> bool:
+        """True if there is mixup or cutmix."""
+        return bool(self.mixup or self.cutmix or self.cutmix_minmax)
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        is_cropped = self.scale is not None or self.train_crop_mode is not None
+        needed = {
+            "ratio": ("scale", is_cropped),
+            "color_jitter_prob": ("color_jitter", self.color_jitter),
+            "remode": ("reprob", self.reprob),
+            "recount": ("reprob", self.reprob),
+            "mixup_switch_prob": ("mixup and cutmix", self.mixup and (self.cutmix or self.cutmix_minmax)),
+            **dict.fromkeys(("mixup_prob", "mixup_mode", "mixup_off_epoch"), ("mixup or cutmix", self.mixes)),
+        }
+        for key, (others, is_met) in needed.items():
+            if getattr(self, key) != getattr(AugmentConfig, key) and not is_met:
+                yield f"data.augment.{key}={getattr(self, key)}: has no effect without data.augment.{others}"
+        for key in ("scale", "ratio", "cutmix_minmax"):
+            pair = getattr(self, key)
+            if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
+                yield f"data.augment.{key}={pair}: expected [smallest, largest], two numbers above 0"
+        if self.crop_padding and is_cropped:
+            key = "train_crop_mode" if self.scale is None else "scale"
+            yield f"data.augment.crop_padding={self.crop_padding}: conflicts with data.augment.{key}; set one of them"
+        if self.color_jitter and self.aa is not None and "3a" not in self.aa:
+            yield f"data.augment.color_jitter={self.color_jitter}: timm leaves it out next to data.augment.aa={self.aa}; set one"
+        if self.cutmix_minmax and not self.cutmix_minmax[0] < self.cutmix_minmax[-1] <= 1:
+            yield f"data.augment.cutmix_minmax={self.cutmix_minmax}: the second must be above the first and at most 1"
+        if self.cutmix and self.cutmix_minmax:
+            yield f"data.augment.cutmix={self.cutmix}: has no effect with data.augment.cutmix_minmax; set one"
+        if self.mixup_off_epoch >= whole.train.epochs:
+            yield f"data.augment.mixup_off_epoch={self.mixup_off_epoch}: must be below train.epochs={whole.train.epochs}"
 
 
 @dataclass
 class DataConfig:
-    name: str = "digits"  # digits | folder | synthetic, a name of timm's, or `src.<module>.<Class>` of your own
-    root: str | None = None
-    batch_size: int | None = number(64, least=1)  # global: all devices together
-    batch_size_per_device: int | None = number(None, least=1)  # instead of batch_size (weak scaling)
-    image_size: int | None = number(None, least=1)  # pixels; None: the data's own, else the model's
-    eval_image_size: int | None = number(None, least=1)  # None: image_size
-    mean: list[float] | None = None  # per channel, of images in 0..1; None: the data's own, else the model's
-    std: list[float] | None = None
-    crop_pct: float | None = number(None, above=0, most=1)  # share of an evaluation image's side; None: the model's
-    interpolation: str | None = choice(None, "bilinear", "bicubic")  # of evaluation images; None: the model's
-    workers: int | str = number("auto", least=0)  # loader processes per rank; auto: 0 for data in memory
-    on_error: str = choice("raise", "raise", "skip")  # an unreadable image: end the run by its name, or leave it out
-    limit_train: int | None = number(None, least=1)  # use only the first N training images
-    kwargs: dict[str, Any] = field(default_factory=dict)  # to the dataset's constructor
+    """The dataset, its batches and its preprocessing."""
+
+    name: str = key(
+        "digits", help="digits, folder, csv, synthetic, a timm dataset, or `src.<module>.<Class>` of your own."
+    )
+    root: str | None = key(None, help="Folder (or CSV file) to read; digits and synthetic refuse it.")
+    val_fraction: float | None = number(None, gt=0, le=1, help="Share of images for val, by a hash of path or group.")
+    test_fraction: float | None = number(None, gt=0, le=1, help="Share of images for test, with val_fraction.")
+    group_pattern: str | None = key(None, help="folder: regex; images whose paths match the same text share a split.")
+    fold: int | None = number(None, ge=0, help="csv: the fold that is val.")
+    batch_size: int | None = number(64, ge=1, help="Global batch: images per forward pass over all devices.")
+    batch_size_per_device: int | None = number(None, ge=1, help="Set instead of batch_size, e.g. for weak scaling.")
+    image_size: int | None = number(None, ge=1, help="Pixels per side; null: the data's size, else the model's.")
+    eval_image_size: int | None = number(None, ge=1, help="Pixels per side in evaluation; null: image_size.")
+    mean: list[float] | None = key(None, help="Mean per channel of images in 0..1; null: the data's, else the model's.")
+    std: list[float] | None = key(None, help="Standard deviation per channel of images in 0..1; see mean.")
+    crop_pct: float | None = number(None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's.")
+    interpolation: str | None = choice(None, "bilinear", "bicubic", help="For evaluation images; null: the model's.")
+    workers: int | str = number("auto", ge=0, help="Loader processes per rank; auto: cores / ranks, in memory 0.")
+    on_error: str = choice("raise", "raise", "skip", help="An unreadable image ends the run (raise), or is left out.")
+    balance: float = number(
+        0.0, ge=0, le=1, help="1: draw all classes equally often, with replacement; 0: as they are."
+    )
+    limit_train: int | None = number(None, ge=1, help="Train on so many images, of a fixed permutation.")
+    kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        yield from self._split_problems()
+        yield from self.augment.problems(whole)
+        per_device = self.batch_size_per_device
+        if self.batch_size is not None and per_device is not None:
+            yield f"data.batch_size={self.batch_size} and data.batch_size_per_device={per_device}: set one, the other to null"
+        if self.eval_image_size is not None and self.name in MADE_IN_MEMORY:
+            yield f"data.eval_image_size={self.eval_image_size}: the images of {self.name} have one size"
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and not all(0 <= value <= 1 for value in values):
+                yield f"data.{key}={values}: expected a number in 0..1 per channel"
+        if self.std is not None and 0 in self.std:
+            yield f"data.std={self.std}: must be above 0"
+        if self.balance and self.augment.aug_repeats > 1:
+            yield f"data.balance={self.balance}: draws images repeatedly already; set data.augment.aug_repeats=1"
+        if (self.mean is None) != (self.std is None):
+            yield "data.mean and data.std: set both or neither"
+
+    def _split_problems(self) -> Iterator[str]:
+        """Yield an error for each split key that the dataset does not read. Your own dataset may read all of them."""
+        readers = {
+            "val_fraction": ("folder", "csv"),
+            "test_fraction": ("folder", "csv"),
+            "group_pattern": ("folder",),
+            "fold": ("csv",),
+        }
+        for key, names in readers.items():
+            if getattr(self, key) is not None and not (self.name in names or is_own_class(self.name)):
+                yield f"data.{key}={getattr(self, key)}: only data={' and data='.join(names)} read it, not data={self.name}"
+        for key in ("test_fraction", "group_pattern"):
+            if getattr(self, key) is not None and self.val_fraction is None:
+                yield f"data.{key}={getattr(self, key)}: set data.val_fraction too"
+        if (self.val_fraction or 0) + (self.test_fraction or 0) >= 1:
+            yield f"data.val_fraction={self.val_fraction}: with data.test_fraction it must be below 1"
+        if self.fold is not None and self.val_fraction is not None:
+            yield f"data.fold={self.fold}: data.val_fraction={self.val_fraction} chooses val already; set one"
+        if self.group_pattern is not None and not _is_regular_expression(self.group_pattern):
+            yield f"data.group_pattern={self.group_pattern}: not a regular expression; e.g. '(patient_[0-9]+)'"
 
 
 @dataclass
 class ParallelConfig:
-    """How a run is spread over devices. None leaves an option at torch's default."""
+    """Placement of a run on devices. null leaves an option at torch's default."""
 
-    strategy: str = "auto"  # auto, single, dp, ddp, or `src.parallel.<module>.<Class>` of your own
-    # of a strategy of your own, whose YAML says both
-    process_per_device: bool | None = None  # True: a rank per device, as in ddp; False: one process
-    options: dict[str, Any] = field(default_factory=dict)  # what its class reads of `config.options`
-    devices: int | str = number("auto", least=1)
-    accelerator: str = choice("auto", "auto", "cpu", "cuda", "mps")
-    threads_per_device: int | str = number("auto", least=1)  # CPU threads of a rank or replica; auto: cores / devices
-    # process group (ddp)
-    backend: str = choice("auto", "auto", "nccl", "gloo", "mpi")
-    start_timeout: int = number(300, least=1)  # seconds a rank may take to join and reach its first step
-    timeout: int = number(120, least=1)  # seconds a rank may be silent between later steps
-    max_restarts: int = number(0, least=0)
-    # devices by number (dp and ddp on CUDA)
-    device_ids: list[int] | None = None
-    output_device: int | None = number(None, least=0)
-    # dp only
-    dim: int | None = number(None, least=0)
-    loss_in_replica: bool | None = None
-    # ddp only
-    bucket_cap_mb: float | None = number(None, above=0)
-    broadcast_buffers: bool | None = None
-    find_unused_parameters: bool | None = None
-    gradient_as_bucket_view: bool | None = None
-    static_graph: bool | None = None
-    comm_hook: str | None = choice(None, "bf16", "fp16")  # gradients travel in 16 bits
-    dist_bn: str | None = choice(None, "broadcast", "reduce")  # BatchNorm statistics that are evaluated; None: rank 0's
+    strategy: str = key("auto", help="auto, single, dp, ddp, or `src.parallel.<module>.<Class>` of your own.")
+    process_per_device: bool | None = key(None, help="Your own strategy: true for a rank per device, else one process.")
+    options: dict[str, Any] = key({}, help="For a strategy class of your own: what it reads of `config.options`.")
+    devices: int | str = number("auto", ge=1, help="Number; auto: CUDA devices that divide the batch, else 1 or 2.")
+    accelerator: str = choice("auto", "auto", "cpu", "cuda", "mps", help="Kind of device; auto: cuda, mps, else cpu.")
+    threads_per_device: int | str = number("auto", ge=1, help="CPU threads per rank or replica; auto: cores / devices.")
+    backend: str = choice("auto", "auto", "nccl", "gloo", "mpi", help="Backend of ddp; auto: nccl on CUDA, else gloo.")
+    start_timeout: int = number(300, ge=1, help="Seconds without progress before a rank's first step that end the run.")
+    timeout: int = number(120, ge=1, help="Seconds without progress between later steps, after which the run ends.")
+    max_restarts: int = number(0, ge=0, help="How often ddp restarts all ranks after one has failed.")
+    device_ids: list[int] | None = key(None, help="CUDA devices of dp or ddp by number; null: the first ones.")
+    output_device: int | None = number(None, ge=0, help="CUDA device of the outputs (dp, ddp); null: the first one.")
+    dim: int | None = number(None, ge=0, only="dp", help="Dimension along which DataParallel splits a batch.")
+    loss_in_replica: bool | None = key(None, only="dp", help="Compute the loss in each replica, not on the outputs.")
+    bucket_cap_mb: float | None = number(None, gt=0, only="ddp", help="Size of DDP's gradient buckets in MiB.")
+    broadcast_buffers: bool | None = key(None, only="ddp", help="Send rank 0's buffers to all ranks in every step.")
+    find_unused_parameters: bool | None = key(None, only="ddp", help="Let DDP look for parameters without a gradient.")
+    gradient_as_bucket_view: bool | None = key(None, only="ddp", help="Keep gradients in DDP's buckets to save a copy.")
+    static_graph: bool | None = key(None, only="ddp", help="Promise DDP that the graph is the same in every step.")
+    comm_hook: str | None = choice(None, "bf16", "fp16", only="ddp", help="Send gradients in 16 bits; null: unchanged.")
+    dist_bn: str | None = choice(
+        None,
+        "broadcast",
+        "reduce",
+        only="ddp",
+        help="Evaluate BatchNorm with rank 0's statistics (also null) or with the mean over the ranks.",
+    )
 
     @property
     def has_ranks(self) -> bool:
-        """True if every device has a process of its own. False under `auto`, which is resolved first."""
+        """True if every device has its own process. False under `auto`, which must be resolved first."""
         return self.strategy == "ddp" if self.process_per_device is None else self.process_per_device
+
+    @property
+    def has_one_device(self) -> bool:
+        """True if the strategy uses one device, whatever the machine has."""
+        return self.strategy == "single"
+
+    @property
+    def has_one_process(self) -> bool:
+        """True if one process drives all devices. It cannot span nodes and has no process group."""
+        return self.strategy != "auto" and not self.has_ranks
+
+    def choose_strategy(self, several: bool) -> None:
+        """Replace strategy `auto` by the one for a single device, or for `several`."""
+        if self.strategy == "auto":
+            self.strategy = "ddp" if several else "single"
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        strategy = self.strategy
+        if strategy == "single" and self.devices not in ("auto", 1):
+            yield f"parallel.devices={self.devices}: single uses one device; choose parallel=ddp or parallel=dp"
+        for key, owner in strategy_options().items():
+            if getattr(self, key) is not None and strategy != owner:
+                yield f"parallel.{key}={getattr(self, key)}: an option of {owner}, but parallel={strategy}"
+        for key in ("device_ids", "output_device"):
+            if getattr(self, key) is not None and strategy in ("auto", "single"):
+                yield f"parallel.{key}={getattr(self, key)}: an option of dp and ddp, but parallel={strategy}"
+        if is_own_class(strategy):
+            if self.process_per_device is None:
+                yield f"parallel.process_per_device: {strategy} needs it; set true (a rank per device) or false (one process)"
+        else:
+            for key in ("process_per_device", "options"):
+                if getattr(self, key) not in (None, {}):
+                    yield f"parallel.{key}={getattr(self, key)}: an option of your own strategy classes, but parallel={strategy}"
+        if self.max_restarts and not self.has_ranks:
+            yield f"parallel.max_restarts={self.max_restarts}: an option of ddp, but parallel={strategy}"
+        if self.broadcast_buffers and self.dist_bn == "reduce":
+            yield "parallel.broadcast_buffers=true: every step would undo parallel.dist_bn=reduce; leave it at null"
+
+
+def strategy_options() -> dict[str, str]:
+    """Map each `parallel` key that only one strategy reads to the name of that strategy."""
+    fields = dataclasses.fields(ParallelConfig)
+    return {entry.name: entry.metadata["only"] for entry in fields if entry.metadata.get("only")}
 
 
 @dataclass
 class OptimConfig:
-    """timm's names for its optimizers and schedules."""
+    """Optimizer and schedule, with timm's names."""
 
-    opt: str = "adamw"
-    lr: float = number(1e-3, above=0)
-    weight_decay: float = number(0.05, least=0)
-    momentum: float = number(0.9, least=0, most=1)
-    layer_decay: float | None = number(None, above=0, most=1)
-    clip_grad: float | None = number(None, above=0)  # largest gradient norm
-    kwargs: dict[str, Any] = field(default_factory=dict)  # to the optimizer, e.g. {betas: [0.9, 0.95]}
-    lr_rule: str = choice("none", "none", "linear", "sqrt")
-    lr_base_batch: int = number(256, least=1)  # lr is meant for this batch when lr_rule is not none
-    sched: str = choice("cosine", "none", "constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
-    sched_kwargs: dict[str, Any] = field(default_factory=dict)  # to timm's create_scheduler_v2, e.g. {cycle_limit: 2}
-    warmup_epochs: float = number(0.0, least=0)
-    warmup_lr: float = number(1e-5, least=0)
-    min_lr: float = number(0.0, least=0)
-    cooldown_epochs: float = number(0.0, least=0)
-    decay_epochs: float | None = number(None, above=0)  # step: between two drops; wsd, rsqrt: of the decay at the end
-    decay_milestones: list[float] | None = None  # multistep: the epochs of the drops
-    decay_rate: float = number(0.1, above=0)
+    opt: str = key("adamw", help="Any optimizer that timm knows, by its name there.")
+    lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
+    weight_decay: float = number(0.05, ge=0, help="Weight decay; norms and biases have none.")
+    momentum: float = number(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
+    layer_decay: float | None = number(None, gt=0, le=1, help="Factor of the learning rate per layer below the head.")
+    head_lr_scale: float = number(1.0, gt=0, help="Factor of the head's learning rate.")
+    clip_grad: float | None = number(None, gt=0, help="Largest gradient norm, or the limit of clip_mode.")
+    clip_mode: str = choice("norm", "norm", "value", "agc", help="Clip the norm, each entry, or each unit adaptively.")
+    kwargs: dict[str, Any] = key({}, help="More arguments of the optimizer, e.g. {betas: [0.9, 0.95]}.")
+    lr_rule: str = choice("none", "none", "linear", "sqrt", help="Scale lr with (batch per update) / lr_base_batch.")
+    lr_base_batch: int = number(256, ge=1, help="Batch for which lr is meant, if lr_rule is not none.")
+    sched: str = choice("cosine", *SCHEDULES, help="timm's schedule by step; constant holds lr after the warm-up.")
+    sched_kwargs: dict[str, Any] = key({}, help="More arguments of timm's create_scheduler_v2, e.g. {cycle_limit: 2}.")
+    warmup_epochs: float = number(0.0, ge=0, help="Epochs of linear warm-up.")
+    warmup_lr: float = number(1e-5, ge=0, help="Learning rate at the start of the warm-up.")
+    warmup_prefix: bool = key(
+        True, help="Start the decay after the warm-up; false: at epoch 0, as timm's train.py does."
+    )
+    min_lr: float = number(0.0, ge=0, help="Learning rate at the end of the decay.")
+    cooldown_epochs: float = number(0.0, ge=0, help="Epochs at the end with the last learning rate.")
+    decay_epochs: float | None = number(None, gt=0, help="Epochs between drops (step), or of the decay (wsd, rsqrt).")
+    decay_milestones: list[float] | None = key(None, help="Epochs of the drops (multistep).")
+    decay_rate: float = number(0.1, gt=0, help="Factor of a drop (step, multistep); power of poly (1: straight line).")
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        """Yield an error for a schedule that extends beyond the end of training."""
+        epochs = whole.train.epochs
+        if self.clip_mode != "norm" and self.clip_grad is None:
+            yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
+        if not self.warmup_prefix and self.sched in ("constant", "wsd", "rsqrt"):
+            yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
+        if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":
+            yield f"optim.warmup_epochs={self.warmup_epochs}: with optim.cooldown_epochs, expected less than train.epochs={epochs}"
+        if self.sched == "multistep" and not self.decay_milestones:
+            yield "optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)"
+        if self.decay_milestones and max(self.decay_milestones) >= epochs:
+            yield f"optim.decay_milestones={self.decay_milestones}: each must be below train.epochs={epochs}"
+        if self.sched == "step" and self.decay_epochs is None:
+            yield "optim.sched=step: set optim.decay_epochs, the epochs between two drops"
+        before = self.warmup_epochs if self.warmup_prefix else 0
+        length = epochs - before - (self.cooldown_epochs if self.sched in ("wsd", "rsqrt") else 0)
+        if self.decay_epochs is not None and self.decay_epochs >= length:
+            yield f"optim.decay_epochs={self.decay_epochs}: must be below {length:g}, train.epochs without warm-up and cool-down"
+        for key, schedules in (("decay_milestones", ("multistep",)), ("decay_epochs", ("step", "wsd", "rsqrt"))):
+            if getattr(self, key) is not None and self.sched not in schedules:
+                yield f"optim.{key}={getattr(self, key)}: has no effect with optim.sched={self.sched}"
+        for key in self.sched_kwargs:
+            if self.sched not in SCHEDULES_WITH.get(key, (self.sched,)):
+                yield f"optim.sched_kwargs.{key}: has no effect with optim.sched={self.sched}"
+            if hasattr(self, key):
+                yield f"optim.sched_kwargs.{key}: set optim.{key} instead"
+            if key in DERIVED_ARGUMENTS:
+                yield f"optim.sched_kwargs.{key}: follows from other keys, e.g. train.epochs; leave it out"
 
 
 @dataclass
 class TrainConfig:
-    epochs: int = number(10, least=1)
-    max_steps: int | None = number(None, least=1)  # optimizer steps; ends earlier than `epochs` would
-    precision: str = choice("fp32", "fp32", "tf32", "bf16", "fp16")
-    deterministic: bool = False  # torch's deterministic algorithms only: the same bits again on a GPU, at a price
-    accumulate: int = number(1, least=1)  # batches per optimizer step
-    evaluate_every: int = number(1, least=0)  # epochs; 0: never during training
-    target_loss: float | None = number(None, above=0)  # the last lines say whether train/loss got below it
-    early_stop: int | None = number(None, least=1)  # evaluations without a better `checkpoint.metric`
-    loss: str = "ce"  # one of LOSSES in src/training/objective.py
-    smoothing: float = number(0.0, least=0, most=1)
-    bce_target_thresh: float | None = number(None, least=0, most=1)  # bce: mixed targets above it become 1
-    log_every: int = number(10, least=1)  # steps between two logged lines
-    profile_steps: int | None = number(None, least=1)  # record so many with torch.profiler, and split the others' time
-    on_nonfinite: str = choice("stop", "stop", "skip")  # skip: leave such steps out; slower, as it waits for the device
-    max_skipped: int = number(10, least=0)  # more such steps end the run
+    """The training loop."""
+
+    epochs: int = number(10, ge=1, help="Epochs to train; the schedule has this length.")
+    max_steps: int | None = number(None, ge=1, help="Optimizer steps after which training ends, if epochs is longer.")
+    precision: str = choice("fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast.")
+    deterministic: bool = key(False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower.")
+    accumulate: int = number(1, ge=1, help="Batches per optimizer step.")
+    evaluate_every: int = number(1, ge=0, help="Epochs between two evaluations; 0: only at the end.")
+    target_loss: float | None = number(None, gt=0, help="The last lines state whether train/loss fell below it.")
+    early_stop: int | None = number(None, ge=1, help="Stop after so many evaluations without a better metric.")
+    loss: str = key("ce", help="A name in LOSSES of src/train/losses.py (ce, bce, asl), or `src.<module>.<Class>`.")
+    task: str = choice("classification", "classification", "multilabel", help="One label per image, or any number.")
+    class_weights: Any = key(None, help="Weights of the classes in the loss: auto (by frequency) or a list.")
+    loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
+    smoothing: float = number(0.0, ge=0, le=1, help="Label smoothing, in training only.")
+    bce_target_thresh: float | None = number(None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0.")
+    log_every: int = number(10, ge=1, help="Steps between two logged lines.")
+    profile_steps: int | None = number(None, ge=1, help="Profile so many steps, then split the time of the next ones.")
 
     @property
     def untimed_steps(self) -> int | None:
-        """With profile_steps, the steps before the timed ones: ten to warm up, one to start the profiler in, and those."""
+        """Steps before timing starts, with profile_steps: 10 to warm up, 1 to start the profiler, and profile_steps."""
         return None if self.profile_steps is None else 11 + self.profile_steps
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        yield from self._task_problems(whole)
+        if self.early_stop is not None and self.evaluate_every == 0:
+            yield f"train.early_stop={self.early_stop}: needs evaluations; set train.evaluate_every above 0"
+        if self.bce_target_thresh is not None and self.loss != "bce":
+            yield f"train.bce_target_thresh={self.bce_target_thresh}: has no effect with train.loss={self.loss}; use train.loss=bce"
+        if self.max_steps is not None:
+            yield from self.profile_problems(self.max_steps)
+
+    def _task_problems(self, whole: Config) -> Iterator[str]:
+        """Yield an error for each key that does not fit train.task."""
+        weights, data = self.class_weights, whole.data
+        is_list = isinstance(weights, list) and all(isinstance(w, int | float) and w >= 0 for w in weights)
+        if weights not in (None, "auto") and not is_list:
+            yield f"train.class_weights={weights}: expected auto, or a number >= 0 for each class"
+        if not is_own_class(self.loss) and self.task not in loss_tasks()[self.loss]:
+            fitting = ", ".join(name for name, tasks in loss_tasks().items() if self.task in tasks)
+            yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"
+        for key, metric in {
+            "checkpoint.metric": whole.checkpoint.metric,
+            "optimized_metric": whole.optimized_metric,
+        }.items():
+            name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
+            if metric.startswith("val/") and name not in metric_directions(self.task):
+                known = ", ".join(f"val/{name}" for name in metric_directions(self.task))
+                yield f"{key}={metric}: not a metric of train.task={self.task}; use one of {known}"
+        if self.task == "multilabel":
+            if data.augment.mixes:
+                yield "data.augment.mixup and cutmix: mix images of one label each, but train.task=multilabel"
+            if data.balance:
+                yield f"data.balance={data.balance}: draws images by their one label, but train.task=multilabel"
+            if data.name != "csv" and not is_own_class(data.name):
+                yield f"train.task=multilabel: data={data.name} has one label per image; use data=csv"
+
+    def profile_problems(self, steps: int) -> Iterator[str]:
+        """Yield an error if no steps are left to time after the profiled steps."""
+        if self.untimed_steps is not None and steps <= self.untimed_steps:
+            yield (
+                f"train.profile_steps={self.profile_steps}: expected a run of {self.untimed_steps + 1} steps or more "
+                f"(warm-up, recorded and timed ones), got {steps}; raise train.max_steps or train.epochs"
+            )
 
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int | None = number(None, least=1)  # None: at the end of every epoch
-    every_minutes: float | None = number(None, above=0)  # by rank 0's clock, at the next logged step
-    keep: int = number(1, least=1)  # step_N.pt files kept beside last.pt and best.pt
-    metric: str = "val/acc"  # what best.pt is best by: val/<a number of src/training/metrics.py>, or with _ema
+    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+
+    every_steps: int | None = number(None, ge=1, help="Steps between two saves; null: save after each epoch.")
+    every_minutes: float | None = number(None, gt=0, help="Minutes between two saves, at the next logged step.")
+    keep: int = number(1, ge=1, help="Number of step_N.pt files to keep.")
+    metric: str = key("val/acc", help="Metric of best.pt: val/<name in src/train/metrics.py>, or with _ema.")
 
 
 @dataclass
 class ClusterConfig:
-    """Who starts the command of each node. Sizes are per node; None leaves one to the scheduler."""
+    """Launcher of each node's command. Sizes are per node; null leaves a size to the scheduler."""
 
-    scheduler: str = choice("local", "local", "slurm", "kubernetes")
-    nodes: int = number(1, least=1)
-    gpus: int | None = number(None, least=0)  # None: a run on CPU
-    cpus: int | None = number(None, least=1)
-    memory: str | None = None  # e.g. 64G
-    time: str | None = None  # hh:mm:ss or d-hh:mm:ss, after which the job is stopped
-    submit: bool = True  # false: write the job's file and leave it for you
-    wait: bool = False  # until the job has ended; its exit code is ours
-    # slurm
-    partition: str | None = None
-    account: str | None = None
-    gres: str | None = None  # instead of gpus, e.g. gpu:a100:4
-    signal_seconds: int = number(90, least=10)  # the warning before the time is up: save, and queue again
-    setup: str | None = None  # shell lines before the run, e.g. "module load cuda"; never taken from a frozen config
-    extra: list[str] = field(default_factory=list)  # more lines, each `#SBATCH …`; as setup
-    # kubernetes
-    image: str | None = None
-    namespace: str | None = None
-    claim: str | None = None  # a PersistentVolumeClaim that all nodes can mount, for the run folder
+    scheduler: str = choice("local", "local", "slurm", "kubernetes", help="Launcher of each node; local: your shell.")
+    nodes: int = number(1, ge=1, help="Number of nodes.")
+    gpus: int | None = number(None, ge=0, help="GPUs per node; null: a run on CPU.")
+    cpus: int | None = number(None, ge=1, help="CPU cores per node.")
+    memory: str | None = key(None, help="Memory per node, e.g. 64G.")
+    time: str | None = key(None, help="Time limit, hh:mm:ss or d-hh:mm:ss, after which the scheduler stops the job.")
+    submit: bool = key(True, help="false: write the job's file and do not submit it.")
+    wait: bool = key(False, help="Wait until the job has ended, and exit with its code.")
+    partition: str | None = key(None, help="Slurm: partition of the job.")
+    account: str | None = key(None, help="Slurm: account of the job.")
+    gres: str | None = key(None, help="Slurm: generic resources instead of gpus, e.g. gpu:a100:4.")
+    signal_seconds: int = number(90, ge=10, help="Slurm: seconds before cluster.time to save and requeue.")
+    image: str | None = key(None, help="Kubernetes: container image.")
+    namespace: str | None = key(None, help="Kubernetes: namespace of the job.")
+    claim: str | None = key(None, help="Kubernetes: volume claim for the run folder, which all nodes can mount.")
 
 
 @dataclass
 class SweepConfig:
-    """Only read with --multirun."""
+    """Sweeps, read with --multirun only."""
 
-    # blocks: each runs every point once, with the seed + its number; auto: until `precision` or `max_repeats` is reached
-    repeats: int | str = number(1, least=1)
-    precision: float = number(0.05, above=0)  # auto: half the 95 % interval of each ratio that the report states
-    max_repeats: int = number(10, least=2)  # auto: blocks at the most
-    smallest_difference: float = number(0.03, above=0, most=1)  # in speed that matters to you; below it "does not hold"
-    shuffle: bool | None = None  # draw each block's order anew; None: where there are repeats, against drift
-    resume: str | None = None  # a sweep folder: run what is missing or failed
-    dry_run: bool = False  # print the jobs with their derived values, and leave
-    jobs: int | str = number(1, least=1)  # side by side, each on devices of its own; auto: as many as fit
-    timed: bool = False  # the jobs' speed is what counts, so they run alone
+    repeats: int | str = number(1, ge=1, help="Blocks that run every point once, with new seeds; auto: see precision.")
+    precision: float = number(0.05, gt=0, help="repeats=auto ends when half the 95 % interval of each ratio is less.")
+    max_repeats: int = number(10, ge=2, help="Largest number of blocks with repeats=auto.")
+    smallest_difference: float = number(0.03, gt=0, le=1, help="Smallest relative difference in speed that matters.")
+    shuffle: bool | None = key(None, help="Draw a new order of points in each block; null: if repeats > 1.")
+    resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
+    dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
+    jobs: int | str = number(1, ge=1, help="Concurrent jobs, each on other devices or cores; auto: as many as fit.")
+    timed: bool = key(False, help="The sweep compares speed, so its jobs run one at a time.")
 
 
 @dataclass
 class SearchConfig:
-    """Only read with --multirun. `search=optuna` sets it; the names are those of Hydra's own Optuna sweeper."""
+    """Hyper-parameter search with Optuna, read with --multirun only; the names are those of Hydra's Optuna sweeper."""
 
-    sampler: str | None = choice(None, "tpe", "random")  # None: no search
-    n_trials: int = number(20, least=1)  # in all, resumed or not
-    n_jobs: int | str = number(1, least=1)  # trials at a time, on devices of their own; auto: as sweep.jobs
-    direction: str | None = choice(None, "maximize", "minimize")  # None: what optimized_metric asks for
-    storage: str | None = None  # database URL; None: study.db in the sweep folder (a password belongs in ${oc.env:…})
-    study_name: str | None = None  # None: task_name and the sweep folder's name
-    # key -> interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b
-    params: dict[str, Any] = field(default_factory=dict)
-    max_failure_rate: float = number(0.5, least=0, most=1)  # share of n_trials; more failed ones end the search
-    seed: int | None = number(None, least=0)  # None: `seed`
-    pruner: str = choice("median", "median", "none")
-    n_startup_trials: int = number(5, least=0)  # finished trials before the pruner stops any
-    n_warmup_steps: int = number(0, least=0)  # evaluations of a trial before the pruner may stop it
+    sampler: str | None = choice(None, "tpe", "random", help="Sampler of the trials; null: no search.")
+    n_trials: int = number(20, ge=1, help="Trials in total, those before a resume included.")
+    n_jobs: int | str = number(1, ge=1, help="Concurrent trials, as sweep.jobs.")
+    direction: str | None = choice(None, "maximize", "minimize", help="Direction of optimized_metric; null: its own.")
+    storage: str | None = key(None, help="Database URL; null: study.db in the sweep folder; passwords: ${oc.env:…}.")
+    study_name: str | None = key(None, help="Name of the study; null: task_name and the name of the sweep folder.")
+    params: dict[str, Any] = key({}, help="Key: interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b.")
+    max_failure_rate: float = number(0.5, ge=0, le=1, help="Share of n_trials; more failed trials end the search.")
+    seed: int | None = number(None, ge=0, help="Seed of the sampler; null: the key seed.")
+    pruner: str = choice(
+        "median",
+        "median",
+        "none",
+        help="median stops a trial that is worse than the median of the others at the same evaluation.",
+    )
+    n_startup_trials: int = number(5, ge=0, help="Finished trials before the pruner stops any.")
+    n_warmup_steps: int = number(0, ge=0, help="Evaluations of a trial before the pruner may stop it.")
 
 
 @dataclass
 class PathsConfig:
-    output_dir: str = "outputs"
+    """Folders."""
+
+    output_dir: str = key("outputs", help="Folder for runs and sweeps.")
 
 
 @dataclass
 class Config:
-    task_name: str = "train"
-    tags: list[str] = field(default_factory=list)
-    seed: int = number(42, least=0, most=2**63 - 1)
-    resume: str | None = None  # a run folder, or auto: the newest unfinished run of this task
-    resume_strict: bool = True
-    optimized_metric: str = "val/acc_best"  # what train.py hands to a search
-    print_config: bool | str = choice(True, True, False, "full")  # what differs from the defaults; full: all of it
+    """Keys of a run that are in no group."""
+
+    task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")
+    tags: list[str] = key([], help="Labels of your own, stored with the run.")
+    seed: int = number(42, ge=0, le=2**63 - 1, help="Seed of weights, sample order, augmentation and dropout.")
+    resume: str | None = key(None, help="Folder; auto: task_name's newest unfinished run; auto_or_new: or a new one.")
+    resume_strict: bool = key(True, help="false: a resume may change model, data, seed and optimizer.")
+    optimized_metric: str = key("val/acc_best", help="Metric that train.py returns to a search.")
+    print_config: bool | str = choice(True, True, False, "full", help="Print changed keys (true), all (full) or none.")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -261,7 +568,7 @@ class Config:
 
 @dataclass
 class ResolvedParallel(ParallelConfig):
-    """Without `auto` in what decides what a run computes."""
+    """ParallelConfig without `auto` in the keys that decide what a run computes."""
 
     devices: int = 1
     threads_per_device: int = 1
@@ -269,7 +576,7 @@ class ResolvedParallel(ParallelConfig):
 
 @dataclass
 class ResolvedConfig(Config):
-    """What engine/config/resolve.py makes of a Config for a machine, and a run's config.yaml holds."""
+    """Config resolved for a machine by engine/config/resolve.py; the content of a run's config.yaml."""
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
 
@@ -282,8 +589,13 @@ class ResolvedConfig(Config):
         return self.data.batch_size_per_device * self.parallel.devices
 
     @property
+    def headline_metric(self) -> str:
+        """Name of checkpoint.metric without split and `_ema`: the metric that the console and the report show first."""
+        return self.checkpoint.metric.removeprefix("val/").removesuffix("_ema")
+
+    @property
     def learning_rate(self) -> float:
-        """optim.lr after optim.lr_rule, whose batch is the one per optimizer step: global batch x accumulate.
+        """optim.lr scaled by optim.lr_rule for the batch of an optimizer step: global batch x accumulate.
 
         linear: Goyal et al. 2017, arXiv:1706.02677; sqrt: Krizhevsky 2014, arXiv:1404.5997.
         """
@@ -292,28 +604,57 @@ class ResolvedConfig(Config):
 
 
 def as_resolved(config: Config) -> ResolvedConfig:
-    """`config` by the type that has no `auto` left in it."""
+    """Convert a Config without `auto` values to a ResolvedConfig. Raises ValueError if an `auto` is left."""
     parallel = ResolvedParallel(**vars(config.parallel))
     for key in ("devices", "threads_per_device"):
         if not isinstance(getattr(parallel, key), int):
-            raise ValueError(f"parallel.{key}=auto: not resolved, so no config of a run; give a whole number")
+            raise ValueError(f"parallel.{key}=auto: expected an integer in the config of a run")
     return ResolvedConfig(**{**vars(config), "parallel": parallel})
 
 
+def metric_directions(task: str | None = None) -> dict[str, bool]:
+    """Map each metric name of src/train/metrics.py to True if lower is better. `task` None: metrics of all tasks."""
+    from src.train.metrics import metrics_of
+
+    metrics = metrics_of("classification") | metrics_of("multilabel") if task is None else metrics_of(task)
+    return {name: metric.lower_is_better for name, metric in metrics.items()}
+
+
+def loss_names() -> list[str]:
+    """Return the names of the losses in src/train/losses.py."""
+    return list(loss_tasks())
+
+
+def loss_tasks() -> dict[str, tuple[str, ...]]:
+    """Map the name of each loss in src/train/losses.py to the tasks that it supports."""
+    from src.train.losses import LOSSES
+
+    return {name: loss.tasks for name, loss in LOSSES.items()}
+
+
 def is_timm_dataset(name: str) -> bool:
-    """A dataset by the name that timm's factory knows: `torch/cifar10`, `hfds/<name>`, `wds/…`, or `tar`."""
+    """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or `tar`."""
     return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
 
 
 def is_own_class(name: str) -> bool:
-    """`src.<module>.<Class>`: a class of this project, the only kind of class a config may name."""
+    """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other classes."""
     return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None
 
 
+def _is_regular_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value, field) of every leaf of a config dataclass."""
+    """Yield (dotted key, value, field) of every leaf of a config dataclass."""
     for entry in dataclasses.fields(tree):
-        value, key = getattr(tree, entry.name), f"{prefix}{entry.name}"
+        value = getattr(tree, entry.name)
+        key = f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
             yield from leaves(value, f"{key}.")
         else:

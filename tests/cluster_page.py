@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [line.partition("  #")[0].rstrip() for block in BLOCKS for line in block.splitlines()]
 
-JOB, JOB_WITH_GPUS, ARRAY, SEARCH, SRUN, TORCHRUN, CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, KUBERNETES = COMMANDS
+LARGE_JOB, JOB_WITH_GPUS, JOB, ARRAY, SEARCH, SRUN, TORCHRUN, *DEVELOPMENT_CLUSTER, KUBERNETES = COMMANDS
+CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP = DEVELOPMENT_CLUSTER

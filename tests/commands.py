@@ -1,4 +1,4 @@
-"""Runs as commands, in processes of their own, below which nothing may run when a test ends."""
+"""Start commands as processes, and check at the end of a test that all of them have ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Finished:
 
 @dataclass
 class Running:
-    """A command under way; its output goes to files, so that no pipe can fill up."""
+    """A running command. Its output goes to files, because a full pipe would block it."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -60,43 +60,43 @@ class Running:
     started: float = field(default_factory=time.monotonic)
 
     def workers(self) -> dict[int, psutil.Process]:
-        """The ranks started so far, by rank."""
-        found = {}
+        """Return the ranks started so far, by rank."""
+        workers = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if "src.run" in child.cmdline() and child.parent().pid == self.process.pid:
-                    found[int(child.environ().get("RANK", "0"))] = child
+                if "src.train" in child.cmdline() and child.parent().pid == self.process.pid:
+                    workers[int(child.environ().get("RANK", "0"))] = child
             except (psutil.NoSuchProcess, AttributeError):
                 continue
-        return found
+        return workers
 
-    def wait_for(self, what: Callable[[], Any]) -> Any:
-        """What `what` returns as soon as that is true."""
-        while not (found := what()):
+    def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """Wait until `condition` returns a true value, and return it."""
+        while not (value := condition()):
             if self.process.poll() is not None or time.monotonic() - self.started > self.timeout:
-                pytest.fail(f"ended or too late before {what}: {self.finish().output}")
+                pytest.fail(f"the command ended or timed out before {condition}: {self.finish().output}")
             time.sleep(0.05)
-        return found
+        return value
 
     def wait_for_steps(self) -> None:
-        """Until steps have been logged, so training is under way."""
+        """Wait until steps have been logged."""
         log = self.folder / "metrics.jsonl"
         self.wait_for(lambda: log.exists() and log.stat().st_size > 0)
 
     def signal(self, number: int) -> Finished:
-        """Send a signal to this process alone and wait for its end; `seconds` counts from the signal."""
+        """Send a signal to this process only and wait until it ends; `seconds` counts from the signal."""
         self.process.send_signal(number)
         self.started = time.monotonic()
         return self.finish()
 
     def finish(self) -> Finished:
-        """Wait for the end; past the time limit everything is killed and the test fails."""
+        """Wait until the command ends. After the time limit, kill its processes and fail the test."""
         left = self.timeout - (time.monotonic() - self.started)
         try:
             code = self.process.wait(timeout=max(0.1, left))
         except subprocess.TimeoutExpired:
             _kill_group(self.process)
-            pytest.fail(f"did not end within {self.timeout} s:\n{self._finished(-1).output}")
+            pytest.fail(f"the command did not end within {self.timeout} s:\n{self._finished(-1).output}")
         return self._finished(code)
 
     def _finished(self, code: int) -> Finished:
@@ -105,7 +105,7 @@ class Running:
 
 
 class Train:
-    """Starts `train.py` with a home and a temporary folder of its own, below which nothing may run when the test ends."""
+    """Starter of `train.py` with a separate home and temporary folder. No process may remain when the test ends."""
 
     def __init__(self, base: Path, caches: Path) -> None:
         self.base, self.count = base, 0
@@ -118,7 +118,7 @@ class Train:
         self._started: list[subprocess.Popen[str]] = []
 
     def __call__(self, *overrides: str, **options: Any) -> Finished:
-        """Run to the end; options as in `start`."""
+        """Start a run with the options of `start` and wait until it ends."""
         return self.start(*overrides, **options).finish()
 
     def start(
@@ -131,7 +131,7 @@ class Train:
         timeout: float = 300,
         defaults: bool = True,
     ) -> Running:
-        """`form` is python or torchrun (with `ranks`); the run folder is `<base>/run` unless given, or resumed."""
+        """Start train.py with python, or with torchrun and `ranks` ranks. The default run folder is `<base>/run`."""
         folder = folder or self.base / "run"
         words = tiny(f"hydra.run.dir={folder}", *overrides) if defaults else list(overrides)
         starter = {
@@ -145,7 +145,7 @@ class Train:
     def start_command(
         self, command: list[str], folder: Path, environment: dict[str, str] | None = None, timeout: float = 300
     ) -> Running:
-        """Any command, from the project's root."""
+        """Start any command in the project root."""
         self.count += 1
         output = self.base / f"command_{self.count}"
         with open(output.with_suffix(".out"), "w") as out, open(output.with_suffix(".err"), "w") as err:
@@ -163,26 +163,26 @@ class Train:
         return Running(process, folder, output, timeout)
 
     def left(self) -> list[psutil.Process]:
-        """Processes that this test started, directly or not, and that still run."""
-        found = []
+        """Return the processes of this test that still run, including descendants."""
+        running = []
         for process in psutil.process_iter():
             try:
                 ours = process.environ().get("HOME") == str(self.home) or str(self.base) in " ".join(process.cmdline())
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    running.append(process)
             except (psutil.AccessDenied, psutil.NoSuchProcess):
                 continue
-        return found
+        return running
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
-        """`left`, given up to `seconds` to be empty."""
+        """Wait up to `seconds` until no process is left, and return the remaining processes."""
         until = time.monotonic() + seconds
-        while (found := self.left()) and time.monotonic() < until:
+        while (running := self.left()) and time.monotonic() < until:
             time.sleep(0.1)
-        return found
+        return running
 
     def close(self) -> None:
-        """Kill what is left and complain about it."""
+        """Kill the processes that still run, and fail if there are any."""
         left = self.left_after(2)
         words = [f"{process.pid}: {' '.join(process.cmdline())}" for process in left]
         for process in left:

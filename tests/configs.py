@@ -1,15 +1,21 @@
-"""The configs and commands of tests: small, and composed as train.py composes them; and what runs have written."""
+"""Small test configs and commands, composed as train.py composes them, and readers for the files of a run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from src.data.augment import Preprocessing
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
+from src.engine.metric import Metric
+from src.engine.parallel.strategy import Strategy
+from src.engine.runtime.evaluation import Evaluation, evaluate
 from src.schema import ResolvedConfig
+from src.train.losses import softmax_losses
+from src.train.metrics import METRICS
 
 TINY = (
     "print_config=false",
@@ -23,19 +29,19 @@ TINY = (
 
 
 def resolved(*overrides: str) -> ResolvedConfig:
-    """The config of `python train.py <TINY> <overrides>`, ready to run here."""
+    """Return the resolved config of `python train.py <TINY> <overrides>`."""
     return resolve(compose_command(parse(*tiny(*overrides))).config)
 
 
 def parse(*words: str) -> Any:
-    """What Hydra's own parser makes of a command line."""
+    """Parse a command line with the parser of Hydra."""
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser().parse_args(list(words))
 
 
 def conf(folder: Path, **files: str) -> Path:
-    """A folder for --config-dir: file name (`__` for `/`) -> text."""
+    """Write a folder for --config-dir from texts by file name, with `__` in place of `/`."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,14 +50,34 @@ def conf(folder: Path, **files: str) -> Path:
 
 
 def tiny(*overrides: str) -> list[str]:
-    """TINY, in which later keys replace earlier ones."""
+    """Return TINY with `overrides`; later keys replace earlier ones."""
     chosen = {word.partition("=")[0]: word for word in (*TINY, *overrides)}
     return list(chosen.values())
 
 
-def plain(channels: int, size: int, mean: float = 0.0, std: float = 1 / 255) -> Preprocessing:
-    """The preprocessing of images that have their size; by default their values stay in 0..255."""
-    return Preprocessing((channels, size, size), (mean,) * channels, (std,) * channels, 1.0, "center", "bilinear")
+def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, tuple[float, ...]]:
+    """Return mean and std for a DevicePrefetcher. The defaults keep pixel values in 0..255."""
+    return {"mean": (mean,) * channels, "std": (std,) * channels}
+
+
+def evaluate_batches(
+    model: Any,
+    batches: Iterable[Any],
+    strategy: Strategy,
+    num_samples: int,
+    num_classes: int,
+    metrics: Mapping[str, Metric] = METRICS,
+) -> Evaluation:
+    """Evaluate on given batches without a loader. Metrics from rows are not supported, because they need a loader."""
+    prefetcher = SimpleNamespace(device=strategy.device)
+    loader: Any = SimpleNamespace(
+        prefetcher=prefetcher, unreadable=set(), fetcher=SimpleNamespace(split=range(num_samples))
+    )
+    evaluation = evaluate(
+        model, loader, metrics, softmax_losses, strategy.group, num_classes=num_classes, batches=iter(batches)
+    )
+    assert evaluation is not None
+    return evaluation
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -59,7 +85,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metric lines without what depends on the clock or on memory; lines that then say nothing are left out."""
+    """Return metric lines without values that depend on the clock or on memory, and without empty lines."""
     timed = ("time", "train/images_per_sec", "train/images_per_sec_per_device", "train/data_wait", "seconds")
     kept = [{k: v for k, v in line.items() if k not in timed and not k.startswith("memory/")} for line in lines]
     return [line for line in kept if any("/" in key for key in line)]

@@ -1,5 +1,6 @@
-"""Ranks forked from a server that has imported everything: `in_ranks` calls a function in them, `run_warm` trains a whole run,
-`warm_ranks` stands for the launcher's own start. They cost no start-up, which takes a command three seconds of each core.
+"""Ranks forked from a server that has already imported everything, which saves the three seconds of a new process.
+
+`in_ranks` calls a function in such ranks, `run_warm` trains a whole run, `warm_ranks` replaces the launcher.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT
 from configs import resolved
 
+from commands import ROOT
+from src.engine.faults.failure import RankExits
 from src.engine.launch.job import prepare
-from src.engine.launch.supervisor import Ended
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.schema import ResolvedConfig
 
@@ -33,21 +34,20 @@ COLD = "the server of ranks has not found tests/warm.py"
 
 
 def warm_processes() -> Any:
-    """The context of multiprocessing whose processes are forked from a server that has done warm.py."""
+    """Return a multiprocessing context. A server that has imported warm.py forks its processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
-    # Python before 3.13 looks for it from where the server starts, and says nothing if it is not there: all ranks of all
-    # later tests would be cold.
+    # Python before 3.13 looks for the module from the folder in which the server starts, and ignores it if it is missing. All
+    # ranks of all later tests would be cold.
     with contextlib.chdir(ROOT):
         forkserver.ensure_running()
     return context
 
 
 def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
-    """`function(ranks, store, *arguments)` in as many processes, which meet through a file; what each returned, by rank.
+    """Call `function(ranks, store, *arguments)` in `world_size` processes with a file store and return their results.
 
-    Processes are forked from a server that has imported the project, so that a group of ranks costs no start-up. One
-    that raises or dies fails the test with its traceback.
+    A process that raises or dies fails the test with its traceback.
     """
     context = warm_processes()
     answers = context.Queue()
@@ -60,13 +60,13 @@ def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, tim
         ]
         for process in processes:
             process.start()
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         try:
             until = time.monotonic() + timeout
-            while len(found) < world_size:
+            while len(values) < world_size:
                 rank, failure, value = _next_answer(answers, processes, until)
                 assert failure is None, f"rank {rank}:\n{failure}"
-                found[rank] = value
+                values[rank] = value
             for process in processes:
                 process.join(timeout=10)
                 assert process.exitcode == 0, f"exit code {process.exitcode}"
@@ -75,7 +75,7 @@ def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, tim
                 if process.is_alive():
                     process.kill()
                 process.join()
-    return [found[rank] for rank in range(world_size)]
+    return [values[rank] for rank in range(world_size)]
 
 
 def _next_answer(answers: Any, processes: list[Any], until: float) -> tuple[int, str | None, Any]:
@@ -96,21 +96,21 @@ def _rank(
     from torch.distributed import FileStore
 
     torch.set_num_threads(1)
-    place = Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    identity = Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     try:
         assert "tests.warm" in sys.modules, COLD
-        answers.put((rank, None, function(place, FileStore(path, world_size), *arguments)))
+        answers.put((rank, None, function(identity, FileStore(path, world_size), *arguments)))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:
-    """`python train.py <TINY> <overrides>` in warm ranks, into `folder`, which it returns; it must end well."""
+    """Run `python train.py <TINY> <overrides>` in warm ranks and return `folder`, the run folder. Fail if the run fails."""
     return train_warm(resolved(*overrides), folder)
 
 
 def train_warm(config: ResolvedConfig, folder: Path) -> Path:
-    """The run of a config in warm ranks, into `folder`, which it returns; it must end well."""
+    """Train a config in warm ranks and return `folder`, the run folder. Fail the test if the run fails."""
     prepare(config, folder)
     ended = warm_ranks(config, folder)
     console = (folder / "console.txt").read_text(encoding="utf-8")
@@ -124,11 +124,11 @@ def warm_ranks(
     environment: dict[str, str] | None = None,
     first: Path | None = None,
     timeout: float = 300,
-) -> Ended:
-    """Stands for `supervisor.run_ranks`: the same ranks on a prepared folder, in warm processes and without the agent.
+) -> RankExits:
+    """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes, without torch's agent.
 
-    A rank that fails has the others ended, as by the agent. `first`: a Python file that each runs before anything else.
-    What they print goes to `console.txt`.
+    If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank runs before anything
+    else. Their output goes to `console.txt`.
     """
     from torch.distributed import TCPStore
 
@@ -153,14 +153,14 @@ def warm_ranks(
                 process.kill()
         time.sleep(0.02)
     codes = {rank: int(process.exitcode or 0) for rank, process in enumerate(processes) if process.exitcode}
-    return Ended(exit_codes=codes, world_size=count)
+    return RankExits(exit_codes=codes, world_size=count)
 
 
 def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
     assert "tests.warm" in sys.modules, COLD
     from src.engine.launch.rank import main
-    from src.engine.machine.process import leave
-    from src.run import run
+    from src.engine.machine.process import exit_process
+    from src.train import run_training
 
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
@@ -172,4 +172,4 @@ def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) ->
         spec = importlib.util.spec_from_file_location(first.stem, first)
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    leave(main(folder, run))
+    exit_process(main(folder, run_training))

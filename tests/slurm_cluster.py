@@ -1,4 +1,4 @@
-"""A real Slurm cluster of two nodes, which scripts/slurm/dev_cluster.sh starts on this machine, and what tests ask it."""
+"""A real Slurm cluster of two nodes, started by tests/dev_cluster.sh on this machine, and helpers for its jobs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from cluster_page import CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB
+
 from commands import ROOT, Train
 
 MARKS = [
@@ -22,7 +23,7 @@ MARKS = [
     pytest.mark.processes,
     pytest.mark.skipif(
         shutil.which("slurmctld") is None or os.geteuid() != 0,
-        reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster of its own",
+        reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster",
     ),
 ]
 LONG = ("train.epochs=40", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
@@ -31,10 +32,12 @@ SLURM = JOB.split()[2:]  # after `python train.py`
 
 @pytest.fixture(scope="module", name="cluster")
 def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of people who use the cluster."""
+    """Yield the environment variables for commands on the cluster."""
     folder = tmp_path_factory.mktemp("slurm")
     environment = {**os.environ, "DEV_CLUSTER": str(folder / "dev"), "SLURM_CONF": str(folder / "dev" / "slurm.conf")}
-    environment["DEV_CLUSTER_PORT"] = str(17000 + 10 * (os.getpid() % 300))  # beside another cluster of this machine
+    environment["DEV_CLUSTER_PORT"] = str(
+        17000 + 10 * (os.getpid() % 300)
+    )  # apart from another cluster on this machine
     run = partial(subprocess.run, cwd=ROOT, env=environment, check=True, timeout=300)
     run(CLUSTER_START.split(), stdout=subprocess.DEVNULL)  # no pipe: the daemons would keep it open
     status = run(CLUSTER_STATUS.split(), stdout=subprocess.PIPE, text=True).stdout
@@ -45,14 +48,14 @@ def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 class Jobs:
-    """Submits runs as jobs, and asks Slurm about them."""
+    """Submits runs as jobs and queries Slurm about them."""
 
     def __init__(self, train: Train, environment: dict[str, str]) -> None:
         self.train, self.environment = train, environment
 
-    def submit(self, name: str, *words: str) -> Path:
+    def submit(self, name: str, *overrides: str) -> Path:
         folder = self.train.base / name
-        done = self.train.start(*SLURM, f"hydra.run.dir={folder}", *words, environment=self.environment).finish()
+        done = self.train.start(*SLURM, f"hydra.run.dir={folder}", *overrides, environment=self.environment).finish()
         assert done.returncode == 0, done.output
         return folder
 
@@ -71,7 +74,7 @@ class Jobs:
             time.sleep(0.2)
 
     def resume_node(self) -> bool:
-        """Whether n2 can be used again; a node that is still ending a job cannot be resumed yet."""
+        """Resume node n2 and return True if it is available. A node that is still ending a job cannot be resumed yet."""
         self.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
         return self.slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T") in ("idle", "mixed", "allocated")
 
@@ -83,13 +86,13 @@ class Jobs:
         self.wait(lambda: self.steps(folder) > more_than, 400, folder)
 
     def left(self, folder: Path) -> list[str]:
-        words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-        return [word for word in words if str(folder) in word and "src." in word]
+        commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        return [command for command in commands if str(folder) in command and "src." in command]
 
 
 @pytest.fixture(name="jobs")
 def jobs_on_the_cluster(train: Train, cluster: dict[str, str]) -> Iterator[Jobs]:
-    made = Jobs(train, cluster)
-    yield made
-    made.slurm("scancel", "--user=root")
-    made.wait(lambda: not made.slurm("squeue", "--noheader"), 150, train.base)
+    jobs = Jobs(train, cluster)
+    yield jobs
+    jobs.slurm("scancel", "--user=root")
+    jobs.wait(lambda: not jobs.slurm("squeue", "--noheader"), 150, train.base)

@@ -1,11 +1,10 @@
-"""The bill for a fork: docs/extend.md, followed in a scratch copy. Its code is written there, its files are counted, it runs.
+"""Cost of each extension in docs/extend.md: the tests write its code to a scratch copy, count the files and run it.
 
-The page's blocks are the code under test; all of its examples stand in one copy, so they also go together.
+The code blocks of the page are the code under test. All examples share one copy, so they must also work together.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import re
@@ -13,16 +12,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from conftest import read_lines, tiny
-from PIL import Image
 from sklearn.metrics import f1_score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +30,12 @@ BILL = {
     "A model": 2,
     "A dataset": 2,
     "A metric": 1,
+    "A training metric": 1,
     "A loss": 2,
-    "A frozen backbone": 2,
+    "A parameter-group rule": 1,
+    "Regression": 5,
+    "A training loop": 2,
+    "LoRA": 3,
     "A logger": 2,
     "A strategy": 2,
 }
@@ -50,20 +53,33 @@ import json
 from pathlib import Path
 
 class Run:
-    def __init__(self, **words): self.file = open(Path(words["dir"]) / "wandb.jsonl", "w"); self.write("init", words)
-    def write(self, what, words): print(json.dumps([what, words], default=str), file=self.file)
-    def define_metric(self, name, step_metric): self.write("define_metric", [name, step_metric])
-    def log(self, words): self.write("log", words)
-    def finish(self):  # as often as one likes, as the real one
-        if not self.file.closed: self.write("finish", None); self.file.close()
+    def __init__(self, **options):
+        self.file = open(Path(options["dir"]) / "wandb.jsonl", "w")
+        self.write("init", options)
 
-def init(**words): return Run(**words)
+    def write(self, what, values):
+        print(json.dumps([what, values], default=str), file=self.file)
+
+    def define_metric(self, name, step_metric):
+        self.write("define_metric", [name, step_metric])
+
+    def log(self, values):
+        self.write("log", values)
+
+    # May be called several times, as wandb's.
+    def finish(self):
+        if not self.file.closed:
+            self.write("finish", None)
+            self.file.close()
+
+def init(**options):
+    return Run(**options)
 """
 
 
 @dataclass
 class Example:
-    """A section of the page."""
+    """A section of docs/extend.md with its files and commands."""
 
     blocks: list[tuple[str, str]]  # (language, text)
 
@@ -71,8 +87,12 @@ class Example:
     def commands(self) -> list[str]:
         return [line for language, text in self.blocks if language == "bash" for line in text.splitlines()]
 
+    def files(self) -> set[str]:
+        """Return the names of the files that the section shows."""
+        return {text.split(maxsplit=2)[1] for language, text in self.blocks if language != "bash"}
+
     def follow(self, copy: Path) -> set[str]:
-        """Write what it shows; returns the names of the files that it touched."""
+        """Write the files of the section to the copy and return the names of the changed files."""
         touched = set()
         for language, text in self.blocks:
             if language == "bash":
@@ -90,13 +110,13 @@ class Example:
 
 
 def change(path: Path, diff: str) -> None:
-    """Apply the hunks of a diff, each of which must fit in one place."""
+    """Apply a diff. The old text of each hunk must occur exactly once in the file."""
     text = path.read_text(encoding="utf-8")
     for hunk in diff.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
         if not old.strip():
-            raise AssertionError(f"{path}: a hunk without a line to find it by: {hunk}")
+            raise AssertionError(f"{path}: hunk has no old line that locates it: {hunk}")
         assert text.count(old) == 1, (path, old)
         text = text.replace(old, new)
     path.write_text(text, encoding="utf-8")
@@ -109,60 +129,51 @@ def examples() -> dict[str, Example]:
 
 
 EXAMPLES = examples()
+STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
+# Examples that replace parts which the others use.
+ALONE = ("Regression", "A training loop")
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what runs, with every example followed; `bill.json` in it says which files each touched."""
+    """Copy the project and apply every example; `bill.json` of the copy lists the files that each example changed."""
     copy = tmp_path_factory.mktemp("fork")
     for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
     for folder in ("src", "conf", "scripts"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "keys.md", copy / "docs")
     (copy / "wandb.py").write_text(FAKE_WANDB)
-    bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items()}
+    bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items() if name not in ALONE}
+    bill |= {name: sorted(example.files()) for name, example in EXAMPLES.items() if name in ALONE}
     (copy / "bill.json").write_text(json.dumps(bill))
     return copy
 
 
 @pytest.fixture(scope="module")
-def flowers(scratch: Path) -> Path:
-    """24 images of 2 classes, in class folders and in a CSV."""
-    root = scratch / "flowers"
-    rows = []
-    for index in range(24):
-        split, name = "val" if index % 4 == 0 else "train", ("rose", "tulip")[index % 2]
-        file = root / split / name / f"{index}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 40), (index * 10, 0, 200 * (index % 2))).save(file)
-        rows.append({"file": file.relative_to(root), "label": name})
-    for name in ("rose", "tulip"):
-        (root / "val" / name).mkdir(exist_ok=True)
-        Image.new("RGB", (40, 40)).save(root / "val" / name / "more.png")
-    with open(root / "labels.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["file", "label"])
-        writer.writeheader()
-        writer.writerows(rows)
-    return root
-
-
-@pytest.fixture(scope="module")
-def pretrained(scratch: Path) -> Path:
-    """What stands for weights from the hub."""
-    file = scratch / "pretrained.pt"
-    torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), file)
+def npz(scratch: Path) -> Path:
+    """Gray images of 2 classes, brighter in the second, in the arrays of MedMNIST."""
+    draw, arrays = np.random.default_rng(0), {}
+    for name, count in (("train", 64), ("val", 16), ("test", 8)):
+        labels = np.arange(count)[:, None] % 2
+        noise = draw.integers(0, 100, (count, 32, 32))
+        arrays[f"{name}_images"] = (noise + 150 * labels[..., None]).astype(np.uint8)
+        arrays[f"{name}_labels"] = labels.astype(np.uint8)
+    file = scratch / "medmnist.npz"
+    np.savez(file, **arrays)
     return file
 
 
-def run(copy: Path, line: str, *words: str, folder: Path | None = None) -> Path:
-    """A command of the page with smaller figures, in the copy; returns the run's or sweep's folder."""
+def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> Path:
+    """Run a command of the page in the copy with fewer steps, and return the folder of the run or sweep."""
     if line == "make schema":
-        line = "python scripts/maintain/schema.py"
+        line = "python scripts/schema.py"
         command = [sys.executable, *shlex.split(line)[1:]]
         folder = copy
     else:
         folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
-        given = [*shlex.split(line)[2:], *words, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        given = [*shlex.split(line)[2:], *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
         chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
         command = [sys.executable, "train.py", *chosen.values()]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
@@ -171,13 +182,13 @@ def run(copy: Path, line: str, *words: str, folder: Path | None = None) -> Path:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    assert found["status"] == "done"
-    return found
+    actual: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    assert actual["status"] == "done"
+    return actual
 
 
 def module(copy: Path, name: str) -> Any:
-    """A file of the copy, as a module of its own in this process."""
+    """Import a file of the copy as a separate module."""
     spec = importlib.util.spec_from_file_location(f"scratch_{Path(name).stem}", copy / name)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
@@ -186,19 +197,21 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_the_bill_is_true(scratch: Path) -> None:
+def test_examples_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     assert {name: len(files) for name, files in bill.items()} == BILL
-    assert not [file for files in bill.values() for file in files if "engine" in file], "the engine stays as it is"
+    assert not [file for files in bill.values() for file in files if "engine" in file], "an example changes the engine"
 
 
-def test_the_code_of_the_page_is_as_clean_as_ours(scratch: Path) -> None:
-    files = sorted({file for files in json.loads((scratch / "bill.json").read_text()).values() for file in files})
-    python = [file for file in files if file.endswith(".py")]
-    for words in (("check",), ("format", "--check")):
-        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout
+def test_code_on_extend_page_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
+    bill = json.loads((scratch / "bill.json").read_text())
+    together = {file for name, files in bill.items() if name not in ALONE for file in files}
+    for copy, files in ((scratch, together), *((alone(name), bill[name]) for name in ALONE)):
+        python = sorted(file for file in files if file.endswith(".py"))
+        for overrides in (("check",), ("format", "--check")):
+            command = [sys.executable, "-m", "ruff", *overrides, "--no-cache", *python]
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, done.stdout
 
 
 def test_every_example_is_in_the_table_and_has_a_command() -> None:
@@ -207,122 +220,215 @@ def test_every_example_is_in_the_table_and_has_a_command() -> None:
     assert all(example.commands for example in EXAMPLES.values())
 
 
-def test_f1_is_that_of_scikit_learn(scratch: Path) -> None:
-    metrics = module(scratch, "src/training/metrics.py")
+def test_f1_matches_scikit_learn(scratch: Path) -> None:
+    metrics = module(scratch, "src/train/metrics.py")
     truth, answers = (torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
     confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
-    found = metrics.Evaluation(200, 0, None, 0.0, confusion).numbers()["f1"]
-    assert found == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
+    actual = metrics.METRICS["f1"].from_sums(confusion, 200)
+    assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
 
 
-def test_the_weighted_loss_of_a_batch_is_the_mean_over_its_ranks(scratch: Path) -> None:
-    objective = module(scratch, "src/training/objective.py")
-    with pytest.raises(ValueError, match="needs a weight per class"):
-        objective.LOSSES["weighted"](SimpleNamespace(class_weights=None), None)
-    loss = objective.LOSSES["weighted"](SimpleNamespace(class_weights=[1.0, 1.0, 5.0]), None)
-    outputs, targets = (
-        torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([0, 1, 0, 1, 2, 2, 2, 2]),
-    )
-    halves = [loss(outputs[part], targets[part]) for part in (slice(0, 4), slice(4, 8))]
-    assert sum(halves) / 2 == pytest.approx(loss(outputs, targets))
-    plain = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
-    assert loss(outputs, targets) == pytest.approx((plain * torch.tensor([1.0] * 4 + [5.0] * 4)).mean())
+def test_poly_loss_of_a_batch_equals_the_mean_over_its_ranks(scratch: Path) -> None:
+    poly = module(scratch, "src/train/poly.py").PolyLoss
+    outputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2])
+    halves = [poly(2.0)(outputs[part], targets[part]) for part in (slice(0, 4), slice(4, 8))]
+    assert sum(halves) / 2 == pytest.approx(poly(2.0)(outputs, targets))
+    assert poly(0.0)(outputs, targets) == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets))
 
 
-def test_folds_divide_the_images(scratch: Path, flowers: Path) -> None:
+def test_npz_holds_the_arrays_and_refuses_another_image_size(scratch: Path, npz: Path) -> None:
     from src.schema import DataConfig
 
-    kind = module(scratch, "src/data/csv_labels.py").CsvLabels
-    config = DataConfig(root=str(flowers))
-    held_out = []
-    for fold in range(3):
-        data = kind(config, fold=fold, folds=3)
-        assert data.class_names == ["rose", "tulip"]
-        assert sorted(data.train.files + data.val.files) == sorted(kind(config).train.files + kind(config).val.files)
-        assert [label for _, label in data.val.files].count(0) == 4, "as many of each class in every fold"
-        held_out += data.val.files
-    assert len(held_out) == len(set(held_out)) == 24
-    with pytest.raises(ValueError, match="fold=3"):
-        kind(config, fold=3)
+    dataset_class = module(scratch, "src/data/npz.py").Npz
+    data = dataset_class(DataConfig(root=str(npz)))
+    assert [len(split) for split in (data.train, data.val, data.test)] == [64, 16, 8]
+    assert data.class_names == ["0", "1"]
+    assert (data.in_chans, data.image_size) == (1, 32)
+    with np.load(npz) as arrays:
+        image, label = data.train[5]
+        assert image.tolist() == [arrays["train_images"][5].tolist()]
+        assert label == arrays["train_labels"][5, 0]
+    with pytest.raises(ValueError, match=r"data\.image_size=64"):
+        dataset_class(DataConfig(root=str(npz), image_size=64))
+
+
+def test_lora_computes_the_model_plus_the_product_of_its_matrices(scratch: Path) -> None:
+    add_lora = module(scratch, "src/models/lora.py").add_lora
+    model = timm.create_model("test_vit", num_classes=3).eval()
+    images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    before = model(images)
+    names = set(model.state_dict())
+    merged = timm.create_model("test_vit", num_classes=3).eval()
+    add_lora(model, 2)
+    assert torch.equal(model(images), before)
+    assert names < set(model.state_dict())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] if "lora_" in name else name for name in trained} == {
+        "lora_a",
+        "lora_b",
+        "head.weight",
+        "head.bias",
+    }
+    weights = model.state_dict()
+    for name in [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]:
+        weights[f"{name}.lora_b"].normal_(generator=torch.Generator().manual_seed(1))
+        product = weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
+        merged.get_submodule(name).weight.data = weights[f"{name}.weight"] + product
+    merged.load_state_dict({k: v for k, v in weights.items() if "lora_" not in k and ".attn." not in k}, strict=False)
+    biases = {k: v for k, v in weights.items() if k.endswith("bias")}
+    merged.load_state_dict(biases, strict=False)
+    assert not torch.equal(model(images), before)
+    assert torch.allclose(model(images), merged(images), atol=1e-4)
+    with pytest.raises(ValueError, match=r"model\.lora_rank=2"):
+        add_lora(timm.create_model("test_resnet"), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 class TestCommands:
-    def test_model(self, scratch: Path) -> None:
+    def test_custom_model_trains(self, scratch: Path) -> None:
         alone, both = [run(scratch, line) for line in EXAMPLES["A model"].commands]
         assert result(alone)["model"] == result(both)["model"] == "src.models.patches.Patches"
         assert result(both)["world_size"] == 2
         assert result(both)["parameters"] > result(alone)["parameters"]
 
-    def test_dataset(self, scratch: Path, flowers: Path) -> None:
-        words = ("model=tiny", "data.image_size=32", "data.batch_size=8", "data.workers=0", "train.max_steps=null")
-        alone, folder = (
-            run(scratch, command.replace("/data/flowers", str(flowers)), *words)
-            for command in EXAMPLES["A dataset"].commands
-        )
-        assert result(alone)["val"]["samples"] == 8
-        jobs = [result(path.parent) for path in folder.glob("*/result.json")]
-        assert [job["val"]["samples"] for job in jobs] == [8, 8, 8]
-        rows = list(csv.DictReader((folder / "report.csv").read_text().splitlines()))
-        assert len(rows) == 3 and all(row["accuracy"] for row in rows)
+    def test_dataset(self, scratch: Path, npz: Path) -> None:
+        for command, world_size in zip(EXAMPLES["A dataset"].commands, (1, 2), strict=True):
+            line = command.replace("/data/medmnist.npz", str(npz))
+            alone = ("parallel=single",) if world_size == 1 else ()
+            actual = result(run(scratch, line, "model=tiny", "data.limit_train=null", *alone))
+            assert actual["world_size"] == world_size
+            assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
-    def test_metric(self, scratch: Path) -> None:
+    def test_custom_metric_is_logged_and_optimized(self, scratch: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
-        found = result(folder)
-        assert found["objective"] == found["val"]["f1"]
+        actual = result(folder)
+        assert actual["objective"] == actual["val"]["f1"]
         assert [line for line in read_lines(folder / "metrics.jsonl") if "val/f1" in line]
         events = EventAccumulator(str(folder / "tensorboard")).Reload()
         assert "val/f1" in events.Tags()["scalars"]
 
-    def test_loss(self, scratch: Path) -> None:
-        schema, command = EXAMPLES["A loss"].commands
+    def test_custom_loss_trains(self, scratch: Path) -> None:
+        for command in EXAMPLES["A loss"].commands:
+            for devices in (1, 2):
+                overrides = (
+                    "model=tiny",
+                    f"parallel={'ddp' if devices > 1 else 'single'}",
+                    f"parallel.devices={devices}",
+                )
+                result(run(scratch, command, *overrides))
+
+    def test_custom_training_metric_is_logged(self, scratch: Path) -> None:
+        for overrides in (("parallel=single", "parallel.devices=1"), ()):
+            folder = run(scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides)
+            logged = [line["train/confidence"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+            assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
+            assert 0.1 <= result(folder)["train"]["confidence"] <= 1
+
+    def test_parameter_group_rule(self, scratch: Path) -> None:
+        line = EXAMPLES["A parameter-group rule"].commands[0]
+        for overrides in STRATEGIES:
+            folder = run(scratch, line, "model=tiny", *overrides)
+            groups = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"]["param_groups"]
+            assert [group["weight_decay"] for group in groups] == [0.0, 0.3]
+            model = timm.create_model("vit_tiny_patch16_224", depth=2)
+            matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
+            decayed = [name for name in matrices if "embed" not in name and "token" not in name]
+            assert len(groups[1]["params"]) == len(decayed)
+
+    def test_lora(self, scratch: Path) -> None:
+        schema, plain, tuned = EXAMPLES["LoRA"].commands
         run(scratch, schema)
-        assert "class_weights" in (scratch / "conf/schema.json").read_text()
-        result(run(scratch, command, "model=tiny"))
+        placeholder = Path("outputs/train/2026-01-01/12-00-00-000000")
+        first = run(scratch, plain, "model=tiny", folder=scratch / placeholder)
+        before = torch.load(first / "checkpoints/best.pt", weights_only=True)["model"]
+        curves = []
+        for overrides in (*STRATEGIES, ("parallel=dp", "parallel.devices=2")):
+            line = tuned.replace(f"{placeholder}", f"{scratch / placeholder}")
+            folder = run(scratch, line, "checkpoint.metric=val/loss", *overrides)
+            after = torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+            assert before.keys() < after.keys()
+            assert {name.partition(".")[0] for name in before if not torch.equal(after[name], before[name])} == {"head"}
+            adapters = [after[name] for name in after if name.endswith("lora_b")]
+            assert len(adapters) == 4
+            assert all(adapter.any() for adapter in adapters)
+            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+        assert curves[0] == pytest.approx(curves[2], rel=1e-4)
+        command = [sys.executable, "evaluate.py", f"run={folder}", "split=val", "checkpoint=last"]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout)["loss"] == pytest.approx(result(folder)["val"]["loss"])
 
-    def test_frozen_backbone(self, scratch: Path, flowers: Path, pretrained: Path) -> None:
-        tuned, _, frozen, after = EXAMPLES["A frozen backbone"].commands
-        words = ("data.image_size=32", "data.batch_size=4", "data.workers=0")
-        folder = Path("outputs/train/2026-01-01/12-00-00-000000")
-        before = torch.load(pretrained, weights_only=True)
-        changed = []
-        for command in (tuned, frozen, after):
-            line = command.replace("/data/flowers", str(flowers)).replace("resnet50", "resnet10t")
-            line = line.replace("model.pretrained=true", f"model.weights={pretrained}").replace(
-                f"{folder}", f"{scratch / folder}"
-            )
-            ran = run(scratch, line, *words, folder=scratch / folder if command == frozen else None)
-            weights = torch.load(ran / "checkpoints/last.pt", weights_only=True)["model"]
-            changed.append({name.partition(".")[0] for name in weights if not torch.equal(weights[name], before[name])})
-        assert changed[1] == {"fc"}, "the classifier alone"
-        assert "layer1" in changed[0] and "layer1" in changed[2]
-
-    def test_logger(self, scratch: Path) -> None:
+    def test_custom_logger_receives_metrics(self, scratch: Path) -> None:
         folder = run(scratch, EXAMPLES["A logger"].commands[0], "model=tiny", "parallel=ddp", "parallel.devices=2")
         lines = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
         assert [what for what, _ in lines[:2]] == ["init", "define_metric"] and lines[-1][0] == "finish"
         assert lines[0][1]["project"] == "flowers"
         assert lines[0][1]["id"] == f"{folder.parent.name}_{folder.name}"
         assert lines[0][1]["config"]["parallel"]["devices"] == 2
-        logged = [{k: v for k, v in words.items() if "/" in k} for what, words in lines if what == "log"]
+        logged = [{k: v for k, v in overrides.items() if "/" in k} for what, overrides in lines if what == "log"]
         assert logged == [{k: v for k, v in line.items() if "/" in k} for line in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a copy with one example of ALONE, which cannot be combined with other examples."""
+
+    def copy_with(name: str) -> Path:
+        copy = tmp_path_factory.mktemp("alone")
+        for file in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
+            shutil.copy(ROOT / file, copy)
+        for folder in ("src", "conf"):
+            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+        EXAMPLES[name].follow(copy)
+        return copy
+
+    return copy_with
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_regression_trains_without_engine_changes(alone: Callable[[str], Path]) -> None:
+    copy = alone("Regression")
+    actual = []
+    for overrides in STRATEGIES:
+        folder = run(copy, EXAMPLES["Regression"].commands[0], "model=tiny", "data.limit_train=null", *overrides)
+        numbers = result(folder)
+        assert numbers["objective"] == numbers["val"]["mae_best"]
+        assert numbers["val"]["samples"] == 64 and "acc" not in numbers["val"]
+        assert {"loss", "mae"} == numbers["train"].keys()
+        actual.append(numbers["val"]["mae"])
+    assert actual[0] == pytest.approx(actual[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], Path]) -> None:
+    copy = alone("A training loop")
+    file = copy / "src/train/plain_loop.py"
+    # Four steps of 1.5 s: together longer than the limit, each of them shorter.
+    slower = file.read_text().replace("        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n")
+    file.write_text(slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n"))
+    for overrides in STRATEGIES:
+        line = EXAMPLES["A training loop"].commands[0]
+        limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
+        assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
 
 
 BUSY = (
     "model=patches",
-    "train.loss=weighted",
-    "train.class_weights=[1,2,3,4,5,1,2,3,4,5]",
+    "train.loss=src.train.poly.PolyLoss",
     "checkpoint.metric=val/f1_ema",
     "optimized_metric=val/f1",
     "model.ema.decay=0.5",
     "optim.clip_grad=1",
     "train.accumulate=2",
-    "optim.sched=none",
+    "optim.sched=constant",
     "data.limit_train=128",
     "train.max_steps=null",
 )
@@ -330,7 +436,7 @@ BUSY = (
 
 @pytest.fixture(scope="module")
 def sharded(scratch: Path) -> Path:
-    """Two epochs under FSDP2, the second by a run that was resumed, as the page says."""
+    """Train two epochs under FSDP2 with a resume after the first, as on the page."""
     first, again = EXAMPLES["A strategy"].commands
     folder = run(scratch, first, *BUSY)
     line = again.replace("outputs/train/2026-01-01/12-00-00-000000", str(folder))
@@ -342,13 +448,13 @@ def sharded(scratch: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_each_addition_trains_under_fsdp2(sharded: Path) -> None:
-    found = result(sharded)
-    assert found["world_size"] == 2
-    assert found["strategy"] == "src.parallel.fsdp2.FullyShard"
-    assert found["proof"]["hashes_equal"]
-    assert found["objective"] == found["val"]["f1"]
-    assert found["val"]["samples"] == 270
+def test_custom_model_loss_and_metric_train_under_fsdp2(sharded: Path) -> None:
+    actual = result(sharded)
+    assert actual["world_size"] == 2
+    assert actual["strategy"] == "src.parallel.fsdp2.FullyShard"
+    assert actual["proof"]["hashes_equal"]
+    assert actual["objective"] == actual["val"]["f1"]
+    assert actual["val"]["samples"] == 270
     logged = [line for line in read_lines(sharded / "metrics.jsonl") if "val/f1" in line]
     assert len(logged) == 2
     assert "val/f1_ema" in logged[0]
@@ -358,49 +464,49 @@ def test_each_addition_trains_under_fsdp2(sharded: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_evaluate_py_has_its_numbers_with_and_without_fsdp2(scratch: Path, sharded: Path) -> None:
+def test_evaluate_py_reproduces_best_metric_with_and_without_fsdp2(scratch: Path, sharded: Path) -> None:
     fsdp2 = (
         "parallel.strategy=src.parallel.fsdp2.FullyShard",
         "parallel.process_per_device=true",
         "parallel.devices=2",
     )
     best = max(line["val/f1_ema"] for line in read_lines(sharded / "metrics.jsonl") if "val/f1_ema" in line)
-    for words in ((), fsdp2):
-        command = [sys.executable, "evaluate.py", f"run={sharded}", "split=val", *words]
+    for overrides in ((), fsdp2):
+        command = [sys.executable, "evaluate.py", f"run={sharded}", "split=val", *overrides]
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        found = {numbers["weights"]: numbers["f1"] for numbers in map(json.loads, done.stdout.splitlines())}
-        assert found["ema"] == pytest.approx(best)
+        actual = {numbers["weights"]: numbers["f1"] for numbers in map(json.loads, done.stdout.splitlines())}
+        assert actual["ema"] == pytest.approx(best)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_fsdp2_computes_what_ddp_computes(scratch: Path, sharded: Path) -> None:
+def test_fsdp2_training_matches_ddp(scratch: Path, sharded: Path) -> None:
     folder = run(scratch, "python train.py", *BUSY, "parallel=ddp", "parallel.devices=2", "train.epochs=2")
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/loss_ema"):
-        found = [
+        actual = [
             [line[key] for line in read_lines(path / "metrics.jsonl") if key in line] for path in (folder, sharded)
         ]
-        assert len(found[0]) >= 2
-        assert found[1] == pytest.approx(found[0], rel=1e-3), key
+        assert len(actual[0]) >= 2
+        assert actual[1] == pytest.approx(actual[0], rel=1e-3), key
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (("checkpoint.metric=val/f2",), "did you mean val/f1"),
         (("optimized_metric=val/f2",), "did you mean val/f1"),
-        (("train.loss=wieghted",), "did you mean weighted"),
+        (("train.loss=fokal",), "did you mean focal"),
         (("parallel.strategy=src.parallel.fsdp2.FullShard",), "no such strategy"),
         (("parallel.strategy=src.parallel.fsdp2.FullyShard",), "parallel.process_per_device"),
-        (("parallel=ddp", "+parallel.options.a=1"), "of a strategy of your own"),
+        (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),
     ],
 )
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_wrong_name_of_an_addition_is_refused_early(scratch: Path, words: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "train.py", *tiny(*words)]
+def test_invalid_setting_for_custom_code_exits_2(scratch: Path, overrides: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "train.py", *tiny(*overrides)]
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

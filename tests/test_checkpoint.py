@@ -1,4 +1,4 @@
-"""A checkpoint holds bare weights and plain values, replaces its forerunner in one go, and says no to what does not fit."""
+"""Checkpoints contain unwrapped weights and plain values, are written atomically, and must fit the run."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from torch import nn
 import train as entry
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED, Ranks
+from src.engine.runtime import checkpoint
+from src.engine.runtime.progress import Progress
 from src.parallel import build_strategy
-from src.run.build import Run
-from src.training import checkpoint
-from src.training.state import Progress
+from src.train.build import RunParts
 
 Contents = dict[str, Any]
 SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
 
 
-def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Run:
-    """What a run is made of, after one step."""
+def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> RunParts:
+    """Return the parts of a run after one step."""
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
-    run = Run(config, strategy)
+    run = RunParts(config, strategy)
     images, labels = next(run.train.epoch(0))
-    run.state.wrapped(images, labels).backward()
+    run.state.wrapped(images, labels)[0].backward()
     run.state.optimizer.step()
     strategy.close()
     return run
 
 
-def contents_of(run: Run, step: int = 1) -> Contents:
-    run.state.progress = Progress(step=step, step_in_epoch=step, best_acc=0.25)
+def contents_of(run: RunParts, step: int = 1) -> Contents:
+    run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
     made_by = {"strategy": "single", "devices": 1}
-    return checkpoint.snapshot(run.state, run.strategy, run.images.class_names, run.preprocessing, made_by)
+    return {**checkpoint.snapshot(run.state, run.strategy), "classes": run.dataset.class_names, "made_by": made_by}
 
 
 @pytest.fixture(scope="module")
-def single() -> Run:
+def single() -> RunParts:
     return run_of("parallel=single")
 
 
 @pytest.fixture(scope="module")
-def contents(single: Run) -> Contents:
+def contents(single: RunParts) -> Contents:
     return contents_of(single)
 
 
@@ -66,11 +66,11 @@ def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bo
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, hidden ones too."""
+    """Return the contents of all files in a folder, including hidden files."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# What is in it -----------------------------------------------------------------------------------------------------
+# Contents ------------------------------------------------------------------------------------------------------------
 
 
 def ddp_names(ranks: Ranks, store: Any) -> dict[str, list[str]]:
@@ -82,7 +82,7 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_weights_have_the_names_of_plain_timm_under_every_strategy(contents: Contents) -> None:
+def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Contents) -> None:
     model = resolved().model
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
@@ -92,23 +92,31 @@ def test_weights_have_the_names_of_plain_timm_under_every_strategy(contents: Con
     plain.load_state_dict(contents["model"])
 
 
-def test_what_was_saved_comes_back_in_another_state(single: Run, contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_with_obsolete_progress_entry_loads(single: RunParts, contents: Contents, tmp_path: Path) -> None:
+    """Versions with train.on_nonfinite=skip saved the number of skipped steps."""
+    path = save(tmp_path, {**contents, "progress": {**contents["progress"], "skipped": 2}}, 7)
+    other = run_of("parallel=single", "seed=8").state
+    checkpoint.restore(other, single.strategy, checkpoint.load(path))
+    assert other.progress.step == 7
+
+
+def test_restore_reproduces_saved_state(single: RunParts, contents: Contents, tmp_path: Path) -> None:
     path = save(tmp_path, contents, 7)
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, checkpoint.load(path))
-    assert other.progress == Progress(step=7, step_in_epoch=1, best_acc=0.25)
-    for one, two in ((single.state.model, other.model), (single.state.ema, other.ema)):
-        assert one is not None and two is not None
-        for name, tensor in two.state_dict().items():
-            assert torch.equal(one.state_dict()[name], tensor), name
+    assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
+    for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
+        assert saved is not None and restored is not None
+        for name, tensor in restored.state_dict().items():
+            assert torch.equal(saved.state_dict()[name], tensor), name
     moments = [list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)]
     assert len(moments[0]) == len(list(other.model.parameters()))
-    for one, two in zip(*moments, strict=True):
-        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key])) for key in one)
+    for saved, restored in zip(*moments, strict=True):
+        assert all(torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key])) for key in saved)
 
 
-def test_averaged_weights_that_are_new_begin_at_those_of_the_checkpoint(single: Run, contents: Contents) -> None:
-    """With resume_strict=false: at the fresh ones of a model that was never trained, they would be of no use for long."""
+def test_restore_starts_ema_from_model_weights_when_checkpoint_lacks_ema(single: RunParts, contents: Contents) -> None:
+    """With resume_strict=false this can happen. An EMA of random weights would need many steps to become useful."""
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, {**contents, "ema": None})
     assert other.ema is not None
@@ -116,19 +124,20 @@ def test_averaged_weights_that_are_new_begin_at_those_of_the_checkpoint(single: 
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_the_json_beside_it_says_what_it_is(contents: Contents, tmp_path: Path) -> None:
-    said = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
+def test_json_sidecar_summarizes_checkpoint(contents: Contents, tmp_path: Path) -> None:
+    sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
     parameters = sum(tensor.numel() for tensor in contents["model"].values())
-    expected = {"step": 7, "best_acc": 0.25, "classes": 10, "parameters": parameters, "strategy": "single"}
-    assert {key: said[key] for key in expected} == expected
+    expected = {"step": 7, "best": {"acc": 0.25}, "classes": 10, "parameters": parameters, "strategy": "single"}
+    assert {key: sidecar[key] for key in expected} == expected
     assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
 
 
-# Whole or not at all -----------------------------------------------------------------------------------------------
+# Atomic writes -------------------------------------------------------------------------------------------------------
 
 
-def test_keep_leaves_the_newest_and_best_outlives_them(contents: Contents, tmp_path: Path) -> None:
-    for step in (5, 8, 9, 10, 100):  # 100 comes after 9, which text would not say
+def test_save_keeps_newest_and_best_checkpoints(contents: Contents, tmp_path: Path) -> None:
+    # 100 comes after 9, but before it in the order of text.
+    for step in (5, 8, 9, 10, 100):
         save(tmp_path, contents, step, keep=2, is_best=step == 8)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_10.pt", "step_100.pt"}
     assert {path.stem for path in tmp_path.glob("*.json")} == {path.stem for path in tmp_path.glob("*.pt")}
@@ -136,34 +145,34 @@ def test_keep_leaves_the_newest_and_best_outlives_them(contents: Contents, tmp_p
     assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
 
 
-def full(*words: object, **options: object) -> None:
+def disk_full(*args: object, **kwargs: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
-def test_a_save_that_fails_at_once_leaves_all_as_it_was(
+def test_save_leaves_all_files_unchanged_when_writing_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     save(tmp_path, contents, 1, keep=1, is_best=True)
     before = everything(tmp_path)
     module, _, name = call.partition(".")
     with monkeypatch.context() as patch:
-        patch.setattr({"torch": torch, "os": os}[module], name, full)
-        with pytest.raises(OSError, match=r"step_2\.pt: could not be written .*MiB free.*No space left") as said:
+        patch.setattr({"torch": torch, "os": os}[module], name, disk_full)
+        with pytest.raises(OSError, match=r"step_2\.pt: .*MiB free.*No space left") as refusal:
             save(tmp_path, contents, 2, keep=1, is_best=True)
-    assert "\n" not in str(said.value)
-    assert everything(tmp_path) == before, "nor is a temporary file left"
+    assert "\n" not in str(refusal.value)
+    assert everything(tmp_path) == before, "expected unchanged files and no temporary file"
 
 
-def test_a_disk_without_room_for_the_folder_is_said_too(
+def test_save_error_reports_free_space_when_folder_cannot_be_created(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: full())
-    with pytest.raises(OSError, match=r"step_1\.pt: could not be written .* MiB free: .*No space left"):
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: disk_full())
+    with pytest.raises(OSError, match=r"step_1\.pt: .* MiB free: .*No space left"):
         save(tmp_path / "checkpoints", contents, 1)
 
 
-def test_a_copy_that_somebody_keeps_there_is_left_alone(contents: Contents, tmp_path: Path) -> None:
+def test_save_does_not_delete_copies_made_by_user(contents: Contents, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, contents, 1)
     shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
@@ -172,20 +181,22 @@ def test_a_copy_that_somebody_keeps_there_is_left_alone(contents: Contents, tmp_
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_what_is_no_number_is_never_the_best() -> None:
+def test_progress_ignores_nan_for_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
-    assert [progress.note_evaluation({"loss": loss, "acc": 0.5}, "loss") for loss in losses] == [
+    directions = {"loss": True, "acc": False}
+    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", directions) for loss in losses] == [
         False, True, False, True, False,
     ]  # fmt: skip
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
+    assert progress.best_values == {"loss": 1.0, "acc": 0.5}
 
 
-def test_a_save_that_fails_at_any_rename_leaves_good_ones_and_no_temporary(
+def test_save_leaves_loadable_checkpoints_when_any_rename_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six renames: step_2, last and best, each with its .json."""
-    really = os.replace
+    """A save renames six files: step_2, last and best, each with its .json."""
+    replace = os.replace
     for failing in range(6):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
@@ -194,36 +205,36 @@ def test_a_save_that_fails_at_any_rename_leaves_good_ones_and_no_temporary(
 
         def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
             if len(done) == failing:
-                full()
+                disk_full()
             done.append(target)
-            really(source, target)
+            replace(source, target)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", rename)
-            with pytest.raises(OSError, match="could not be written"):
+            with pytest.raises(OSError, match=r"step_2\.pt"):
                 save(folder, contents, 2, keep=1, is_best=True)
         assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name] == []
-        found = {name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")}
-        assert found == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
+        steps = {name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")}
+        assert steps == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
         assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
         save(folder, contents, 3, keep=1)
         assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
 
 
-def test_where_links_are_not_possible_copies_are_made(
+def test_save_copies_files_when_hard_links_fail(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(os, "link", disk_full)
     path = save(tmp_path, contents, 4, is_best=True)
     assert path.read_bytes() == (tmp_path / "best.pt").read_bytes() == (tmp_path / "step_4.pt").read_bytes()
     assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
 
 
-# What is no checkpoint of ours -------------------------------------------------------------------------------------
+# Files that are not checkpoints ---------------------------------------------------------------------------------------
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -239,26 +250,22 @@ FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
     "of_lightning": (lambda contents: {"state_dict": contents["model"], "epoch": 1}, "not a checkpoint of this"),
     "a_named_format": (lambda contents: {**contents, "format": "timm"}, "not a checkpoint of this project"),
     "no_format": (lambda contents: {**contents, "format": None}, "not a checkpoint of this project"),
-    "newer": (lambda contents: {**contents, "format": checkpoint.FORMAT + 1}, "newer than this code reads"),
+    "newer": (lambda contents: {**contents, "format": checkpoint.FORMAT + 1}, "newer than this code"),
     "a_module": (lambda contents: {**contents, "format": 1, "model": nn.Linear(2, 2)}, "more than tensors"),
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_checkpoint_of_this_project_is_refused_in_a_line(
-    contents: Contents, tmp_path: Path, name: str
-) -> None:
-    make, said = FOREIGN[name]
+def test_load_refuses_incompatible_file_in_one_line(contents: Contents, tmp_path: Path, name: str) -> None:
+    make, reason = FOREIGN[name]
     path = tmp_path / f"{name}.pt"
     torch.save(make(contents), path)
-    with pytest.raises(ValueError, match=said) as refusal:
+    with pytest.raises(ValueError, match=reason) as refusal:
         checkpoint.load(path)
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-def test_a_checkpoint_that_would_run_code_runs_none_and_nobody_is_told_to_let_it(
-    contents: Contents, tmp_path: Path
-) -> None:
+def test_load_does_not_run_pickled_code_or_suggest_unsafe_loading(contents: Contents, tmp_path: Path) -> None:
     path, mark = tmp_path / "last.pt", tmp_path / "mark"
     torch.save({**contents, "format": 1, "classes": Payload(mark)}, path)
     with pytest.raises(ValueError, match="more than tensors and plain values") as refusal:
@@ -266,10 +273,10 @@ def test_a_checkpoint_that_would_run_code_runs_none_and_nobody_is_told_to_let_it
     assert "weights_only" not in str(refusal.value)
     assert not mark.exists()
     torch.load(path, weights_only=False)["classes"].close()
-    assert mark.exists(), "the payload works"
+    assert mark.exists(), "expected the unsafe load to create the file"
 
 
-def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_path: Path) -> None:
+def test_load_newest_error_lists_all_checkpoints_when_all_are_damaged(contents: Contents, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert checkpoint.load_newest(tmp_path) is None
     save(folder, contents, 1)
@@ -281,32 +288,34 @@ def test_a_run_with_damaged_checkpoints_only_names_each(contents: Contents, tmp_
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        ("model=tiny", "model.kwargs.embed_dim=24", "another model"),
-        ("optim=adamw", "optim=sgd", "another optimizer"),
-        ("optim=sgd", "optim=adamw", "another optimizer"),
-        ("optim.opt=adamw", "optim.opt=lamb", "another optimizer"),
-    ],
-)
-def test_a_checkpoint_of_something_else_is_not_put_into_it(before: str, after: str, said: str) -> None:
-    kwargs = ("model.kwargs.num_heads=2",) if "embed_dim" in after else ()
-    run, contents = run_of(after, *kwargs), contents_of(run_of(before))
-    with pytest.raises(ValueError, match=f"the checkpoint is of {said}") as refusal:
+def test_restore_refuses_checkpoint_of_different_model() -> None:
+    run, contents = run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"), contents_of(run_of("model=tiny"))
+    with pytest.raises(ValueError, match="by a different model") as refusal:
         checkpoint.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("before", "after"), [("optim.sched=none", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")])
-def test_the_same_optimizer_goes_on(before: str, after: str) -> None:
+@pytest.mark.parametrize(("before", "after"), [("adamw", "momentum"), ("momentum", "adamw"), ("adamw", "lamb")])
+def test_restore_refuses_format_1_state_of_different_optimizer(before: str, after: str) -> None:
+    """Format 1 does not record the optimizer class, but its parameter groups lack entries that the new class needs."""
+    run, saved = run_of(f"optim.opt={after}"), run_of(f"optim.opt={before}")
+    contents = {**contents_of(saved), "optimizer": saved.state.optimizer.state_dict()}
+    with pytest.raises(ValueError, match="by a different optimizer") as refusal:
+        checkpoint.restore(run.state, run.strategy, contents)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")]
+)
+def test_restore_accepts_checkpoint_of_same_optimizer(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
     run = run_of(after, *sgd)
     checkpoint.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
     assert run.state.progress.step == 1
 
 
-def test_weights_alone_are_not_gone_on_from(single: Run, contents: Contents) -> None:
+def test_restore_refuses_weights_only_checkpoint(single: RunParts, contents: Contents) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
         checkpoint.restore(replace(single.state), single.strategy, {"format": 1, "model": contents["model"]})
 
@@ -318,7 +327,10 @@ def test_weights_alone_are_not_gone_on_from(single: Run, contents: Contents) -> 
 def resume(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, list[str]]]:
-    """`resume(*words)` on a copy of a finished run, up to where ranks would start: (code, line, who was started)."""
+    """Return a function that resumes a copy of a finished run without starting ranks.
+
+    It returns (exit code, stderr, folders whose ranks would start).
+    """
     folder = tmp_path / "run"
     shutil.copytree(finished_run.folder, folder)
     for name in NEEDED:
@@ -327,14 +339,14 @@ def resume(
     started: list[str] = []
     monkeypatch.setattr("src.engine.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0)
 
-    def run(*words: str) -> tuple[int, str, list[str]]:
+    def run(*overrides: str) -> tuple[int, str, list[str]]:
         before = everything(folder)
-        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *words])
+        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
         code = entry.main()
         out, err = capfd.readouterr()
         if code == 2:
             assert out == "" and len(err.splitlines()) == 1, err
-            assert everything(folder) == before, "a refused command changes nothing"
+            assert everything(folder) == before, "expected a refused command to change no file"
         logging.shutdown()
         return code, err, started
 
@@ -342,24 +354,38 @@ def resume(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("words", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)])
-def test_a_finished_run_says_so_and_keeps_its_result(resume: Any, words: tuple[str, ...]) -> None:
-    """Gone on with, it would train no step, and leave a result without its throughput."""
-    code, said, started = resume(*words)
+@pytest.mark.parametrize("overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)])
+def test_resume_refuses_finished_run_without_changing_its_files(resume: Any, overrides: tuple[str, ...]) -> None:
+    """Such a resume would train zero steps and overwrite the throughput in result.json."""
+    code, message, started = resume(*overrides)
     assert (code, started) == (2, [])
-    assert "this run is done" in said and "train.epochs" in said
+    assert "this run is done" in message and "train.epochs" in message
 
 
 @pytest.mark.processes
-def test_a_finished_run_can_be_made_longer(resume: Any) -> None:
-    code, said, started = resume("train.epochs=3")
-    assert code == 0 and len(started) == 1, said
-    assert "resume: train.epochs: 2 -> 3" in said
+def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> None:
+    code, message, started = resume("train.epochs=3")
+    assert code == 0 and len(started) == 1, message
+
+
+@pytest.mark.processes
+def test_resume_refuses_removed_schedule_until_replacement_is_given(resume: Any, tmp_path: Path) -> None:
+    """optim.sched=none was removed; a constant schedule without warm-up trains the same."""
+    for config in (tmp_path / "run" / "config.yaml", tmp_path / "run" / ".hydra" / "config.yaml"):
+        config.write_text(config.read_text().replace("sched: cosine", "sched: none"))
+    code, message, started = resume("train.epochs=3")
+    assert (code, started) == (2, [])
+    assert message.startswith("train.py: optim.sched=none: ")
+    remedy = ("optim.sched=constant", "optim.warmup_epochs=0")
+    assert all(word in message for word in remedy)
+    code, message, started = resume("train.epochs=3", *remedy)
+    assert code == 0 and len(started) == 1, message
+    assert "optim.sched" not in message, "expected no report of a changed schedule"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("overrides", "key"),
     [
         (("train.accumulate=2",), "train.accumulate=2"),  # steps inside an epoch would count other images
         (("optim=sgd",), "optim.opt="),
@@ -367,11 +393,11 @@ def test_a_finished_run_can_be_made_longer(resume: Any) -> None:
         (("data.batch_size=64",), "data.batch_size=64"),
     ],
 )
-def test_another_training_is_refused_by_key_unless_told_otherwise(
-    resume: Any, words: tuple[str, ...], key: str
+def test_resume_refuses_changed_training_keys_unless_resume_strict_is_false(
+    resume: Any, overrides: tuple[str, ...], key: str
 ) -> None:
-    code, said, started = resume("train.epochs=3", *words)
+    code, message, started = resume("train.epochs=3", *overrides)
     assert (code, started) == (2, [])
-    assert said.startswith(f"train.py: {key}") and "resume_strict=false" in said
-    code, said, started = resume("train.epochs=3", *words, "resume_strict=false")
-    assert code == 0 and len(started) == 1, said
+    assert message.startswith(f"train.py: {key}") and "resume_strict=false" in message
+    code, message, started = resume("train.epochs=3", *overrides, "resume_strict=false")
+    assert code == 0 and len(started) == 1, message

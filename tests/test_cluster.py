@@ -1,4 +1,4 @@
-"""What a scheduler is handed: one readable file per job, the same config.yaml everywhere, refusals in one line."""
+"""Job files for schedulers: one readable file per job, the same config.yaml for all, errors in one line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import kubernetes_validate
 import pytest
 import yaml
 from cluster_page import JOB_WITH_GPUS
+from conftest import ROOT
 
 import train
-from src.engine.config.cluster import cluster_rules, gpus_of_gres
-from src.engine.config.compose import read_frozen
-from src.engine.config.rules import refuse
-from src.engine.launch import slurm
-from src.engine.launch.kubernetes import _bytes, _seconds, write_manifest
+from src.engine.cluster import slurm
+from src.engine.cluster.kubernetes import _bytes, write_manifest
+from src.engine.config.cluster import cluster_rules, gpus_of_gres, seconds_of
+from src.engine.config.compose import load_config
+from src.engine.config.validate import refuse
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED
 from src.schema import ClusterConfig, Config, ParallelConfig
 
-WORDS = ("model=tiny", "data.batch_size=32", "print_config=false")
+OVERRIDES = ("model=tiny", "data.batch_size=32", "print_config=false")
 NODES = ("cluster.nodes=2", "parallel=ddp")
 KUBERNETES = ("cluster=kubernetes", "cluster.image=me/train:1", "cluster.claim=outputs")
 Main = Callable[..., tuple[int, str, str]]
@@ -31,7 +32,10 @@ Main = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
-    """train.py's main in an empty folder, on a machine with 8 CUDA devices that no job may count on."""
+    """Return a function that runs main of train.py in an empty folder.
+
+    The machine seems to have 8 CUDA devices, which must not affect a job.
+    """
     monkeypatch.chdir(tmp_path)
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -39,21 +43,21 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: devices)
     monkeypatch.setattr(hardware, "cores", lambda: 96)
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["train.py", *WORDS, "hydra.run.dir=run", *words])
+    def run(*overrides: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *OVERRIDES, "hydra.run.dir=run", *overrides])
         code = train.main()
         return code, *capsys.readouterr()
 
     return run
 
 
-def script(main: Main, *words: str) -> str:
-    code, _, err = main("cluster=slurm", "cluster.submit=false", *words)
+def script(main: Main, *overrides: str) -> str:
+    code, _, err = main("cluster=slurm", "cluster.submit=false", *overrides)
     assert code == 0, err
     return Path("run/job.sbatch").read_text()
 
 
-def test_a_job_s_file_says_what_was_asked_and_is_left_for_you(main: Main) -> None:
+def test_job_script_contains_given_options(main: Main) -> None:
     text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
     for line in ("nodes=2", "gpus-per-node=4", "cpus-per-task=32", "time=12:00:00", "mem=64G", "signal=USR1@90"):
         assert f"#SBATCH --{line}\n" in text
@@ -61,20 +65,20 @@ def test_a_job_s_file_says_what_was_asked_and_is_left_for_you(main: Main) -> Non
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
 
 
-def test_auto_follows_the_nodes_and_not_this_machine(main: Main) -> None:
+def test_auto_uses_resources_of_cluster_nodes_instead_of_this_machine(main: Main) -> None:
     script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32")
-    parallel = read_frozen(Path("run")).parallel
+    parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.backend) == (8, "cuda", "nccl")
     assert parallel.threads_per_device == 8
 
 
-def test_nodes_without_gpus_run_on_their_cores(main: Main) -> None:
+def test_threads_follow_cluster_cpus_when_nodes_have_no_gpus(main: Main) -> None:
     script(main, *NODES, "cluster.cpus=3")
-    parallel = read_frozen(Path("run")).parallel
+    parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.threads_per_device) == (2, "cpu", 3)
 
 
-def test_paths_are_looked_at_by_the_job(main: Main) -> None:
+def test_paths_are_not_checked_at_submission(main: Main) -> None:
     script(
         main,
         "hydra.run.dir=run",
@@ -87,7 +91,7 @@ def test_paths_are_looked_at_by_the_job(main: Main) -> None:
 
 @pytest.mark.parametrize("key", ["partition", "account", "gres"])
 @pytest.mark.parametrize("value", ["a b", "$(touch pwned)", "a'b", "a;touch pwned", "-x", "a#b"])
-def test_values_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+def test_script_quotes_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.chdir(tmp_path)
     slurm.write_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path)
     text = (tmp_path / slurm.SCRIPT).read_text()
@@ -97,22 +101,64 @@ def test_values_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key:
     assert not Path("pwned").exists()
 
 
-def test_code_is_in_the_job_and_frozen_nowhere(main: Main) -> None:
-    text = script(main, "cluster.setup='module load cuda'", "cluster.extra=['#SBATCH --exclusive']")
-    assert "\nmodule load cuda\n" in text and "\n#SBATCH --exclusive\n" in text
-    cluster = read_frozen(Path("run")).cluster
-    assert (cluster.setup, cluster.extra) == (None, [])
+PROGRAM = """#!/bin/sh
+echo "$(basename $0) $*" >> calls
+[ "$(basename $0)" = srun ] && exit 138
+[ "$(basename $0)" = sleep ] || [ "$(grep -c scontrol calls)" -gt {failures} ]
+"""
+
+
+@pytest.mark.parametrize(("failures", "tries"), [(0, 1), (3, 4), (99, 8)])
+def test_slurm_script_retries_requeue_when_controller_does_not_answer(
+    main: Main, tmp_path: Path, failures: int, tries: int
+) -> None:
+    script(main)
+    for name in ("srun", "scontrol", "sleep"):
+        (tmp_path / name).write_text(PROGRAM.format(failures=failures))
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "run/job.sbatch"], env=environment, capture_output=True, text=True, check=False)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count("scontrol requeue 7") == tries
+    waited = [int(call.split()[1]) for call in calls if call.startswith("sleep")]
+    assert waited == [1, 2, 4, 8, 16, 32, 64, 128][:failures] + ([120] if failures < 8 else [])
+    assert done.returncode == 138
+    assert done.stdout.count("scontrol requeue failed") == min(failures, 8)
+
+
+def test_local_slurm_lines_appear_only_in_job_script(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "slurm.sh"
+    local.write_text("#!/bin/bash\n#SBATCH --exclusive\nmodule load cuda\nexport A='b'\n#SBATCH --mail-type=END\n")
+    monkeypatch.setattr(slurm, "LOCAL_LINES", local)
+    lines = script(main).splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines[first_command : first_command + 2] == ["module load cuda", "export A='b'"]
+    assert {"#SBATCH --exclusive", "#SBATCH --mail-type=END"} <= set(lines[:first_command])
+    assert lines.count("#!/bin/bash") == 1
+    held = [path.name for path in Path("run").rglob("*") if path.is_file() and "module load" in path.read_text()]
+    assert held == ["job.sbatch"]
+
+
+def test_local_slurm_example_has_no_effect_until_edited(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [line for line in script(main).splitlines() if not line.startswith("# ")]
+    monkeypatch.setattr(slurm, "LOCAL_LINES", ROOT / "conf" / "local" / "slurm.sh.example")
+    with_example = [line for line in script(main).splitlines() if not line.startswith(("# ", "##"))]
+    assert [line for line in with_example if line] == [line for line in plain if line]
 
 
 @pytest.mark.parametrize("code", ["setup: touch pwned", "extra: ['#SBATCH --exclusive']"])
-def test_code_from_a_file_is_refused(main: Main, tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize("place", ["command", "file"])
+def test_shell_code_in_config_is_refused(main: Main, tmp_path: Path, code: str, place: str) -> None:
+    key, _, value = code.partition(": ")
     (tmp_path / "theirs" / "experiment").mkdir(parents=True)
     text = f"# @package _global_\ncluster: {{{code}}}\n"
     (tmp_path / "theirs" / "experiment" / "odd.yaml").write_text(text)
-    code_, _, err = main(
-        "--config-dir", str(tmp_path / "theirs"), "experiment=odd", "cluster=slurm", "cluster.submit=false"
-    )
-    assert code_ == 2 and "command line and conf/local" in err and len(err.splitlines()) == 1
+    in_file = ("--config-dir", str(tmp_path / "theirs"), "experiment=odd")
+    overrides = in_file if place == "file" else (f'cluster.{key}="{value}"',)
+    exit_code, _, err = main(*overrides, "cluster=slurm", "cluster.submit=false")
+    assert exit_code == 2 and f"cluster.{key}" in err and len(err.splitlines()) == 1
     assert not Path("run").exists()
 
 
@@ -123,51 +169,51 @@ def job(scheduler: str = "slurm", **keys: Any) -> Config:
 
 POD = {"image": "x", "claim": "y"}
 REFUSED = [
-    (job("local", nodes=2, strategy="dp"), "parallel=dp: one process, which cannot span the nodes"),
-    (job(nodes=2, strategy="single"), "parallel=single: one process"),
-    (job(nodes=2, devices=3), "parallel.devices=3: of all nodes together"),
-    (job(nodes=2, gpus=4, devices=4), "have 8; leave it at auto"),
+    (job("local", nodes=2, strategy="dp"), "parallel=dp: .*cluster.nodes=2"),
+    (job(nodes=2, strategy="single"), "parallel=single: .*cluster.nodes=2"),
+    (job(nodes=2, devices=3), "parallel.devices=3: "),
+    (job(nodes=2, gpus=4, devices=4), "parallel.devices=4: .*auto"),
     (job(nodes=2, cpus=2, devices=2, threads_per_device=4), "parallel.threads_per_device=4: .* cluster.cpus=2"),
-    (job(accelerator="cuda"), "the nodes have no GPU; set cluster.gpus"),
-    (job(gpus=2, gres="gpu:2"), "cluster.gres=gpu:2: asks for GPUs as cluster.gpus=2"),
+    (job(accelerator="cuda"), "parallel.accelerator=cuda: .*cluster.gpus"),
+    (job(gpus=2, gres="gpu:2"), "cluster.gres=gpu:2: cluster.gpus=2"),
     (job(image="x"), "cluster.image=x: an option of kubernetes"),
     (job("kubernetes", **POD, partition="x"), "cluster.partition=x: an option of slurm"),
-    (job("kubernetes", claim="x"), "cluster.image: must be given"),
-    (job("kubernetes", image="x", claim="A b"), "cluster.claim=A b: Kubernetes has names"),
-    (job(time="720"), "cluster.time=720: give hh:mm:ss"),
-    (job(memory="lots"), "cluster.memory=lots: give a number"),
-    (job(account="a\nb"), "cluster.account='a.*nb': must be one line"),
-    (job(extra=["rm x"]), "cluster.extra='rm x': give lines that begin with #SBATCH"),
-    (job(extra=["#SBATCH -x\nrm x"]), "give lines that begin with #SBATCH"),
-    (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm restarts"),
+    (job("kubernetes", claim="x"), "cluster.image: "),
+    (job("kubernetes", image="x", claim="A b"), "cluster.claim=A b: "),
+    (job(time="720"), "cluster.time=720: expected hh:mm:ss"),
+    (job(time="00:01:00"), r"cluster\.signal_seconds=90: .* cluster\.time=00:01:00 \(60 s\)"),
+    (job(time="0-00:01:30"), r"cluster\.signal_seconds=90: .* \(90 s\)"),
+    (job(memory="lots"), "cluster.memory=lots: "),
+    (job(account="a\nb"), "cluster.account='a.*nb': "),
+    (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm "),
 ]
 
 
-@pytest.mark.parametrize(("config", "said"), REFUSED)
-def test_what_cannot_be_a_job_is_refused(config: Config, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_error_for_invalid_job_names_the_key(config: Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         refuse(cluster_rules(config))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
-        (NODES, "cluster.nodes=2: cluster=local starts this machine's ranks alone"),
+        (NODES, "cluster.nodes=2: cluster=local "),
         (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: no sbatch here"),
-        (("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"), "a sweep runs its jobs here"),
+        (("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"), "cluster=kubernetes: "),
         (("cluster=slurm",), "cluster=slurm: no sbatch here"),
     ],
 )
-def test_a_refused_job_leaves_nothing(
-    main: Main, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+def test_refused_job_does_not_create_folder(
+    main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
-    code, _, err = main(*words)
-    assert code == 2 and said in err and len(err.splitlines()) == 1, err
+    code, _, err = main(*overrides)
+    assert code == 2 and message in err and len(err.splitlines()) == 1, err
     assert not Path("run").exists()
 
 
-def test_a_scheduler_under_torchrun_is_refused(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_is_refused_under_torchrun(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     place = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -185,8 +231,22 @@ def test_a_scheduler_under_torchrun_is_refused(main: Main, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("gres", "count"), [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)]
 )
-def test_gpus_of_a_gres(gres: str | None, count: int) -> None:
+def test_gpus_of_gres_counts_gpus(gres: str | None, count: int) -> None:
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
+
+
+@pytest.mark.parametrize(
+    "overrides", [("parallel=single",), ("parallel=ddp", "parallel.devices=4"), ("-m", "seed=1,2")]
+)
+def test_error_names_srun_when_srun_started_the_ranks(
+    main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2"}
+    for name, value in {**step, "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr("src.engine.launch.torchrun.refuse_followers", lambda ranks, reason: None)
+    code, _, err = main(*overrides)
+    assert code == 2 and "srun" in err and "torchrun" not in err, err
 
 
 def body(folder: str) -> dict[str, Any]:
@@ -195,13 +255,13 @@ def body(folder: str) -> dict[str, Any]:
     return whole
 
 
-def test_one_config_is_the_same_config_yaml_everywhere(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_yaml_is_identical_for_every_scheduler(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     same = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "parallel.threads_per_device=1")
     monkeypatch.setattr("src.engine.launch.job.run_ranks", lambda *_: (_ for _ in ()).throw(SystemExit(0)))
     starts = {"local": (), "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), "pods": KUBERNETES}
-    for name, words in starts.items():
+    for name, overrides in starts.items():
         try:
-            code, _, err = main(*same, *words, f"hydra.run.dir={name}")
+            code, _, err = main(*same, *overrides, f"hydra.run.dir={name}")
             assert code == 0, err
         except SystemExit:
             assert name == "local"
@@ -216,7 +276,7 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))
 
 
-def test_the_manifest_is_valid(documents: list[dict[str, Any]]) -> None:
+def test_manifest_is_valid_under_kubernetes_schemas(documents: list[dict[str, Any]]) -> None:
     assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
@@ -225,7 +285,7 @@ def test_the_manifest_is_valid(documents: list[dict[str, Any]]) -> None:
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
 
 
-def test_the_manifest_keeps_what_a_run_needs(documents: list[dict[str, Any]]) -> None:
+def test_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None:
     settings, service, job = documents
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -233,7 +293,9 @@ def test_the_manifest_keeps_what_a_run_needs(documents: list[dict[str, Any]]) ->
     assert {document["metadata"]["namespace"] for document in documents} == {"team"}
     assert (job["spec"]["completions"], job["spec"]["completionMode"]) == (2, "Indexed")
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
-    assert pod["subdomain"] == service["metadata"]["name"], "so that <job>-0.<service> is a name"
+    assert pod["subdomain"] == service["metadata"]["name"], (
+        "expected the service name, so that DNS resolves <job>-0.<service>"
+    )
     assert {"name": "CLUSTER_ADDRESS", "value": f"{name}-0.{name}"} in container["env"]
     assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] > 30
     assert pod["volumes"][0] == {"name": "outputs", "persistentVolumeClaim": {"claimName": "outputs"}}
@@ -242,17 +304,32 @@ def test_the_manifest_keeps_what_a_run_needs(documents: list[dict[str, Any]]) ->
     assert settings["data"]["config.yaml"] == "seed: 1\n"
 
 
+@pytest.mark.parametrize(
+    "value", ["a b", "it's", '"quoted"', "a: b", "{x}", "yes", "007", "# no comment", "<&>", "ü🙂", "%"]
+)
+def test_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
+    text = f"seed: 1\ntags: ['{value}', '{{{{ 7 * 6 }}}}']\n\tx: --- \n"
+    (tmp_path / "config.yaml").write_text(text)
+    write_manifest(job("kubernetes", image=value, claim=value, namespace=value, time="1:30"), tmp_path)
+    settings, service, whole = yaml.safe_load_all((tmp_path / "job.yaml").read_text())
+    pod = whole["spec"]["template"]["spec"]
+    assert settings["data"]["config.yaml"] == text
+    assert service["metadata"]["namespace"] == pod["containers"][0]["image"] == value
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == value
+    assert whole["spec"]["activeDeadlineSeconds"] == 90 and pod["containers"][0]["resources"]["limits"] == {}
+
+
 @pytest.mark.parametrize(("time", "seconds"), [("12:00:00", 43200), ("1-0", 86400), ("2-01:30", 178200), ("1:30", 90)])
-def test_slurm_s_times_in_seconds(time: str, seconds: int) -> None:
-    assert _seconds(time) == seconds
+def test_seconds_of_parses_slurm_times(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
 
 
-def test_slurm_s_memory_in_kubernetes_words() -> None:
-    assert [_bytes(word) for word in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
+def test_memory_is_converted_to_kubernetes_notation() -> None:
+    assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
-def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """scontrol shows each task in a line; those that have ended are soon left out, and at times it does not answer."""
+def test_wait_for_returns_highest_exit_code_of_job_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scontrol prints a line per task, soon omits finished tasks, and sometimes does not answer."""
     running, done, failed = "JobId=8 JobState=RUNNING ExitCode=0:0", "JobState=COMPLETED ExitCode=0:0", "ExitCode=3:0"
     looks: list[str | None] = [
         f"{running}\nJobId=7 {done}",
@@ -261,12 +338,12 @@ def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.Monkey
         f"JobId=9 {done}",
     ]
 
-    def scontrol(*words: str) -> str:
-        assert words[:4] == ("scontrol", "show", "job", "7")
-        said = looks.pop(0)
-        if said is None:
+    def scontrol(*command: str) -> str:
+        assert command[:4] == ("scontrol", "show", "job", "7")
+        answer = looks.pop(0)
+        if answer is None:
             raise ValueError("Unable to contact slurm controller")
-        return said
+        return answer
 
     monkeypatch.setattr(slurm, "_output", scontrol)
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
@@ -279,7 +356,7 @@ def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "queued"),
+    ("answer", "code", "queued"),
     [
         ("7 debug RUNNING", 0, "7"),
         ("", 0, None),
@@ -287,23 +364,23 @@ def test_waiting_for_an_array_ends_with_its_last_task(monkeypatch: pytest.Monkey
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, ValueError),
     ],
 )
-def test_a_folder_whose_job_may_be_in_the_queue_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, queued: Any
+def test_queued_job_returns_job_id_of_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, queued: Any
 ) -> None:
     squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\necho '{said}' {'>&2' if code else ''}\nexit {code}\n")
+    squeue.write_text(f"#!/bin/sh\necho '{answer}' {'>&2' if code else ''}\nexit {code}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / slurm.JOB_ID).write_text("7\n")
     if queued is ValueError:
-        with pytest.raises(ValueError, match="belongs to job 7, whose state is unknown: squeue"):
+        with pytest.raises(ValueError, match=r"job 7.*squeue"):
             slurm.queued_job(tmp_path)
     else:
         assert slurm.queued_job(tmp_path) == queued
 
 
-def test_a_folder_of_several_lines_is_no_place_for_a_manifest(tmp_path: Path) -> None:
-    """Its path stands in a comment: what comes after the first line would be YAML."""
+def test_manifest_refuses_folder_name_with_line_breaks(tmp_path: Path) -> None:
+    """The manifest contains the path in a comment, so text after a line break would be YAML."""
     folder = tmp_path / "run\nkind: Pod"
     folder.mkdir()
     (folder / "config.yaml").write_text("seed: 1\n")
@@ -312,20 +389,20 @@ def test_a_folder_of_several_lines_is_no_place_for_a_manifest(tmp_path: Path) ->
     assert not (folder / "job.yaml").exists()
 
 
-def test_the_first_node_must_have_an_address_that_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_address_is_refused_when_unresolvable_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     answers = {"hostnames": "a1\na2\n", "node": "NodeName=a1 Arch=x NodeAddr=somewhere NodeHostName=a1"}
-    monkeypatch.setattr(slurm, "_output", lambda *words: answers[words[2]])
+    monkeypatch.setattr(slurm, "_output", lambda *command: answers[command[2]])
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: {"somewhere": "10.0.0.7"}[name])
-    assert slurm.place_of_step(1, 2).address == "10.0.0.7"
+    assert slurm.address_of_step(1, 2).address == "10.0.0.7"
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(ValueError, match=r"NodeAddr=somewhere of a1: resolves to 127\.0\.1\.1"):
-        slurm.place_of_step(0, 2)
+    with pytest.raises(ValueError, match=r"NodeAddr=somewhere of a1: .*127\.0\.1\.1"):
+        slurm.address_of_step(0, 2)
 
     def unknown(name: str) -> str:
         raise OSError("no such name")
 
     monkeypatch.setattr(slurm.socket, "gethostbyname", unknown)
-    with pytest.raises(ValueError, match="cannot be resolved"):
-        slurm.place_of_step(0, 2)
+    with pytest.raises(ValueError, match="NodeAddr=somewhere"):
+        slurm.address_of_step(0, 2)

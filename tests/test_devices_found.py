@@ -1,4 +1,4 @@
-"""A machine's GPUs are counted as torch counts them, `auto` suits their number, and what cannot be used or told is said."""
+"""GPUs are counted as torch counts them, `auto` adapts to their number, and unusable devices are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 import train
 from src.engine.config.compose import compose_command, device_counts
-from src.engine.config.resolve import remarks, resolve
+from src.engine.config.resolve import notices, resolve
 from src.engine.machine import hardware, nvidia
 from src.engine.machine.nvidia import CudaDevice, Driver, Gpu
 from src.schema import Config
@@ -35,7 +35,7 @@ from src.schema import Config
         (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
     ],
 )
-def test_what_torch_would_only_assert_is_refused_before_a_folder_exists(
+def test_option_unsupported_by_torch_is_refused_before_folder_is_created(
     words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
@@ -44,7 +44,7 @@ def test_what_torch_would_only_assert_is_refused_before_a_folder_exists(
     assert not (tmp_path / "run").exists()
 
 
-def test_compile_takes_the_buckets_that_torch_takes() -> None:
+def test_compile_accepts_one_megabyte_ddp_buckets() -> None:
     assert resolved("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=1").parallel.bucket_cap_mb == 1
 
 
@@ -55,31 +55,32 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @cache
 def composed(*words: str) -> Config:
-    """The main job, with these words on its command line."""
+    """Return the config of train.py for these command-line arguments."""
     return compose_command(get_args_parser().parse_args(list(words))).config
 
 
-USED = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # of so many GPUs, by a batch of 64
+USED = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # GPUs present -> GPUs used by a batch of 64
 
 
 @pytest.mark.parametrize("count", range(9))
 @pytest.mark.parametrize("words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"])
-def test_the_main_job_fits_any_number_of_gpus(
+def test_auto_devices_fit_any_number_of_gpus(
     count: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
-    asked = composed(*words)
-    found = resolve(asked)
+    config = composed(*words)
+    parallel = resolve(config).parallel
     used = USED[count] if count else min(2, hardware.cores()) if words else 1
-    assert found.parallel.devices == used
-    assert found.parallel.accelerator == ("cuda" if count else "cpu")
-    assert found.parallel.strategy == (words[0].partition("=")[2] if words else "ddp" if used > 1 else "single")
-    said = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size=64 does not divide by more"
-    assert [line.startswith(said) for line in remarks(asked, found)] == ([True] if count and used < count else [])
+    assert parallel.devices == used
+    assert parallel.accelerator == ("cuda" if count else "cpu")
+    assert parallel.strategy == (words[0].partition("=")[2] if words else "ddp" if used > 1 else "single")
+    start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size=64 "
+    lines = notices(config, resolve(config))
+    assert [line.startswith(start) for line in lines] == ([True] if count and used < count else [])
 
 
 @pytest.mark.parametrize("count", [0, 1, 6])
-def test_make_train_starts_and_says_what_it_leaves_out(
+def test_train_reports_unused_devices_and_starts(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
@@ -91,9 +92,37 @@ def test_make_train_starts_and_says_what_it_leaves_out(
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
 
-def test_a_sweep_says_it_too_once_for_all_of_its_jobs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize(("devices", "is_printed"), [(2, False), (8, True)])
+def test_train_prints_one_notice_when_cpu_devices_outnumber_cores(
+    strategy: str,
+    devices: int,
+    is_printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    monkeypatch.setattr("src.engine.launch.job.run_job", lambda config, folder: 0)
+    words = [f"parallel={strategy}", f"parallel.devices={devices}", f"hydra.run.dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert train.main() == 0
+    out, err = capsys.readouterr()
+    lines = [line for line in (out + err).splitlines() if line.startswith("parallel.devices=8: ")]
+    assert len(lines) == int(is_printed), lines
+    assert all("cores (2)" in line for line in lines)
+
+
+def test_no_notices_are_returned_when_ranks_are_started_externally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other nodes may have more cores, and srun may show each task only a part of the cores."""
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    config = composed("parallel=ddp")
+    assert notices(config, resolve(config, 8, 4), 8) == []
+
+
+def test_sweep_reports_unused_devices_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine_of(monkeypatch, 6)
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"])
     assert train.main() == 0
@@ -104,26 +133,26 @@ def test_a_sweep_says_it_too_once_for_all_of_its_jobs(
     ("batch", "count", "used", "nearest"),
     [(96, 6, 6, None), (61, 4, 1, "60, 64"), (6, 8, 6, "8"), (64, 7, 4, "63, 70"), (66, 4, 3, "64, 68")],
 )
-def test_auto_takes_the_largest_count_that_divides_the_batch(
+def test_auto_devices_is_the_largest_count_that_divides_the_batch(
     batch: int, count: int, used: int, nearest: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
-    asked = copy.deepcopy(composed())
-    asked.data.batch_size = batch
-    found = resolve(asked)
-    assert (found.parallel.devices, found.parallel.strategy) == (used, "ddp" if used > 1 else "single")
-    said = remarks(asked, found)
-    assert [line.endswith(f"nearest for all of them: {nearest}") for line in said] == ([True] if nearest else [])
+    config = copy.deepcopy(composed())
+    config.data.batch_size = batch
+    parallel = resolve(config).parallel
+    assert (parallel.devices, parallel.strategy) == (used, "ddp" if used > 1 else "single")
+    lines = notices(config, resolve(config))
+    assert [line.endswith(f": {nearest}") for line in lines] == ([True] if nearest else [])
 
 
-def test_a_batch_per_device_and_counted_devices_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_device_settings_are_not_adjusted_to_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of(monkeypatch, 6)
     assert resolved("parallel=ddp", "data.batch_size=null", "data.batch_size_per_device=10").parallel.devices == 6
-    with pytest.raises(ValueError, match="batch_size=32: does not divide by 3 devices"):
+    with pytest.raises(ValueError, match=r"batch_size=32: .* 3 devices"):
         resolved("parallel=ddp", "parallel.device_ids=[0,2,4]")
-    with pytest.raises(ValueError, match="does not divide by 5 devices"):
+    with pytest.raises(ValueError, match=r"batch_size=32: .* 5 devices"):
         resolved("parallel=ddp", "parallel.devices=5")
-    with pytest.raises(ValueError, match=r"6 CUDA device.s. here, and dp takes one for each replica"):
+    with pytest.raises(ValueError, match=r"6 CUDA device.s. here, and dp "):
         resolved("parallel=dp", "parallel.devices=8", "data.batch_size=64")
 
 
@@ -139,28 +168,28 @@ def test_a_batch_per_device_and_counted_devices_are_left_as_they_are(monkeypatch
         (None, 6, "1,2,4,6"),
     ],
 )
-def test_a_sweep_over_the_machines_devices_ends_with_what_auto_takes(
+def test_device_counts_end_with_count_chosen_by_auto(
     batch: int | None, count: int, counts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
-    found = device_counts(OmegaConf.create({"data": {"batch_size": batch}}))
-    assert found == (counts or device_counts(OmegaConf.create({"data": {"batch_size": None}})))
+    resolved_counts = device_counts(OmegaConf.create({"data": {"batch_size": batch}}))
+    assert resolved_counts == (counts or device_counts(OmegaConf.create({"data": {"batch_size": None}})))
 
 
-def test_replicas_of_dp_are_counted_alike_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has started one rank for them all."""
+def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts one rank for all dp replicas."""
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 8)
-    asked = composed("parallel=dp", "parallel.devices=2")
-    assert resolve(asked, 1, 1).parallel.threads_per_device == resolve(asked).parallel.threads_per_device == 4
+    config = composed("parallel=dp", "parallel.devices=2")
+    assert resolve(config, 1, 1).parallel.threads_per_device == resolve(config).parallel.threads_per_device == 4
     machine_of(monkeypatch, 1)
     for ranks in ((), (1, 1)):
-        with pytest.raises(ValueError, match=r"1 CUDA device.s. here, and dp takes one for each replica"):
-            resolve(asked, *ranks)
+        with pytest.raises(ValueError, match=r"1 CUDA device.s. here, and dp "):
+            resolve(config, *ranks)
 
 
 class FakeDriver:
-    """libcuda as ctypes calls it, for devices given as (name, bytes of memory, 16 bytes of UUID)."""
+    """A fake libcuda for devices given as (name, bytes of memory, 16 bytes of UUID)."""
 
     def __init__(self, devices: Any = (), init: int = 0, version: int = 13000) -> None:
         self.devices, self.init, self.version = devices, init, version
@@ -205,7 +234,7 @@ MIXED = (("NVIDIA H100", 80 * 2**30, bytes(range(16))), ("NVIDIA A100 MIG 1g.5gb
 def ask(
     monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None, shown: bool = True, visible: str | None = None
 ) -> Driver:
-    """What a machine with this driver (None: no library) has, asked by a torch for CUDA 13."""
+    """Query a fake driver as if torch were built for CUDA 13; None means that libcuda is missing."""
 
     def load() -> Any:
         if driver is None:
@@ -213,50 +242,50 @@ def ask(
         return driver
 
     monkeypatch.setattr(nvidia, "_open_driver", load)
-    monkeypatch.setattr(nvidia, "devices_shown", lambda: ["/dev/nvidia0"] if shown else [])
+    monkeypatch.setattr(nvidia, "nvidia_device_files", lambda: ["/dev/nvidia0"] if shown else [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     return Driver.ask("13.0")
 
 
-def test_devices_are_counted_numbered_and_named_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ask(monkeypatch, FakeDriver(MIXED))
-    assert found.problem is None
-    assert found.devices == (
+def test_devices_have_indices_and_names_reported_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = ask(monkeypatch, FakeDriver(MIXED))
+    assert driver.problem is None
+    assert driver.devices == (
         CudaDevice(0, "NVIDIA H100", 80 * 2**30, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"),
         CudaDevice(1, "NVIDIA A100 MIG 1g.5gb", None, "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"),
     )
 
 
 @pytest.mark.parametrize(
-    ("driver", "visible", "said"),
+    ("fake", "visible", "reason"),
     [
         (None, None, "libcuda.so.1 cannot be loaded"),
-        (FakeDriver(init=100), None, "cuInit says no CUDA-capable device is detected (100)"),
+        (FakeDriver(init=100), None, "no CUDA-capable device is detected (100)"),
         (FakeDriver(init=804), None, "forward compatibility was attempted (804)"),
         (FakeDriver(), "0,0", "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)"),
         (
             FakeDriver(MIXED, version=12040),
             None,
-            "the driver knows CUDA 12.4, but this torch is built for 13.0; update",
+            "CUDA 12.4, but torch is built for 13.0; update",
         ),
     ],
 )
-def test_devices_that_are_shown_but_cannot_be_used_are_told_before_the_cpu_takes_over(
-    driver: FakeDriver | None, visible: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+def test_notice_explains_why_gpus_are_unusable_when_cpu_is_used(
+    fake: FakeDriver | None, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ask(monkeypatch, driver, visible=visible)
-    assert found.devices == () and found.problem is not None and said in found.problem
-    monkeypatch.setattr(hardware, "cuda", lambda: found)
-    lines = remarks(composed(), resolve(composed()))
-    assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0]
+    driver = ask(monkeypatch, fake, visible=visible)
+    assert driver.devices == () and driver.problem is not None and reason in driver.problem
+    monkeypatch.setattr(hardware, "cuda", lambda: driver)
+    lines = notices(composed(), resolve(composed()))
+    assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0]
     with pytest.raises(ValueError, match="accelerator=cuda") as refusal:
         resolve(composed("parallel.accelerator=cuda"))
-    assert said in str(refusal.value)
+    assert reason in str(refusal.value)
 
 
-def test_a_machine_without_devices_or_that_hides_them_on_purpose_is_told_nothing(
+def test_no_problem_is_reported_when_devices_are_absent_or_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert ask(monkeypatch, None, shown=False) == Driver()
@@ -264,13 +293,13 @@ def test_a_machine_without_devices_or_that_hides_them_on_purpose_is_told_nothing
         assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
-def test_signs_of_devices_are_read_without_any_library(tmp_path: Path) -> None:
-    assert nvidia.devices_shown(tmp_path) == []
+def test_device_files_are_found_without_libcuda(tmp_path: Path) -> None:
+    assert nvidia.nvidia_device_files(tmp_path) == []
     (tmp_path / "dev").mkdir()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia3"):
         (tmp_path / "dev" / name).touch()
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert [Path(sign).name for sign in nvidia.devices_shown(tmp_path)] == ["nvidia3", "0000:01:00.0"]
+    assert [Path(sign).name for sign in nvidia.nvidia_device_files(tmp_path)] == ["nvidia3", "0000:01:00.0"]
 
 
 LIBCUDA = r"""
@@ -286,8 +315,8 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 
 
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler")
-def test_a_driver_in_c_is_called_as_it_wants_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the signatures of cuda.h, which ctypes cannot check."""
+def test_cuda_driver_calls_use_correct_c_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ctypes does not check calls against the signatures in cuda.h, so the test compiles a C library."""
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300)
@@ -300,7 +329,7 @@ def test_a_driver_in_c_is_called_as_it_wants_to_be(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """NVML of a machine with two devices, in another order than CUDA's, of which one is a slice without utilisation."""
+    """Fake NVML with two GPUs in a different order than CUDA, and a MIG slice without utilization."""
     import pynvml
 
     def utilisation(handle: str) -> Any:
@@ -321,15 +350,15 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("nvml")
-def test_utilisation_is_of_the_device_that_torch_means_and_null_where_it_has_none() -> None:
-    watched = [Gpu(uuid) for uuid in ("GPU-b", "MIG-1", "GPU-a", None)]
-    assert [gpu.utilisation() for gpu in watched] == [None] * 4
-    for gpu in watched * 2:
+def test_gpu_utilization_is_read_by_uuid_and_is_none_when_unsupported() -> None:
+    gpus = [Gpu(uuid) for uuid in ("GPU-b", "MIG-1", "GPU-a", None)]
+    assert [gpu.utilisation() for gpu in gpus] == [None] * 4
+    for gpu in gpus * 2:
         gpu.sample()
-    assert [gpu.utilisation() for gpu in watched] == [0.8, None, 0.2, None]
+    assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
 
 
-def test_one_failing_query_leaves_the_others_and_the_run_alone(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_nvml_query_does_not_affect_other_values(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> Any:
         raise nvml.NVMLError(nvml.NVML_ERROR_NO_PERMISSION)
 
@@ -338,7 +367,7 @@ def test_one_failing_query_leaves_the_others_and_the_run_alone(nvml: Any, monkey
     gpu = Gpu("GPU-a")
     gpu.sample()
     assert gpu.utilisation() == 0.2
-    monkeypatch.setattr(nvml, "nvmlInit", refuse)  # as where the library is missing
+    monkeypatch.setattr(nvml, "nvmlInit", refuse)  # as without the library
     gpu = Gpu("GPU-a")
     gpu.sample()
     assert gpu.utilisation() is None

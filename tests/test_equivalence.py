@@ -1,4 +1,4 @@
-"""Single, dp and ddp are the same training: step n sees the same images, and the weights agree to rounding."""
+"""single, dp and ddp train alike: step n sees the same images, and the weights agree up to rounding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from conftest import in_ranks, read_lines, resolved
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
+from src.engine.parallel.threaded_data_parallel import ThreadedDataParallel
 from src.engine.record.result import read_result
-from src.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
-from src.run.lifecycle import Training
+from src.engine.runtime import checkpoint
+from src.parallel.data_parallel import DataParallelStrategy
 from src.schema import ParallelConfig, ResolvedConfig
-from src.training import checkpoint
+from src.train.run import Trainer
+from src.train.step import Autocast, TrainStep
 
 SPREADS = {
     "dp2": ("parallel=dp", "parallel.devices=2"),
@@ -73,12 +76,15 @@ class Trained:
 def train(ranks: Ranks, store: Any, jobs: list[tuple[ResolvedConfig, str]]) -> None:
     for number, (config, folder) in enumerate(jobs):
         own = None if store is None else torch.distributed.PrefixStore(str(number), store)
-        Training(config, Path(folder), ranks, own).train()
+        Trainer(config, Path(folder), ranks, own).train()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
-    """(training, spread) -> what it came to. Each is trained once; those of one world size in one group of ranks."""
+    """Return a function `(training, spread) -> Trained`.
+
+    Each training runs once, and all trainings of one world size share one group of ranks.
+    """
     base = tmp_path_factory.mktemp("equivalence")
 
     def folder(training: str, spread: str) -> Path:
@@ -104,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tr
 
 
 def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, float]:
-    """(largest ‖Δ‖/‖w‖ of a tensor, ‖Δ‖/‖w‖ over all weights)."""
+    """Return (largest ‖Δ‖/‖w‖ of any tensor, ‖Δ‖/‖w‖ over all weights)."""
     assert one.keys() == other.keys()
     worst, differences, weights = 0.0, 0.0, 0.0
     for name, weight in one.items():
@@ -115,7 +121,9 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
 
 
 @pytest.mark.parametrize(("training", "spread"), CASES)
-def test_weights_agree(trained: Callable[[str, str], Trained], training: str, spread: str) -> None:
+def test_final_weights_match_single_strategy(
+    trained: Callable[[str, str], Trained], training: str, spread: str
+) -> None:
     worst, overall = distances(trained(training, "single").weights, trained(training, spread).weights)
     if training == "adamw":
         assert overall <= 1e-5
@@ -124,11 +132,14 @@ def test_weights_agree(trained: Callable[[str, str], Trained], training: str, sp
 
 
 @pytest.mark.parametrize(("training", "spread"), CASES)
-def test_curves_and_evaluations_agree(trained: Callable[[str, str], Trained], training: str, spread: str) -> None:
+def test_curves_and_evaluations_match_single_strategy(
+    trained: Callable[[str, str], Trained], training: str, spread: str
+) -> None:
     single, other = trained(training, "single"), trained(training, spread)
     assert len(single.steps("train/loss")) == (10 if training == "accumulate" else 20)
     assert other.steps("lr") == single.steps("lr")
     assert other.steps("train/loss") == pytest.approx(single.steps("train/loss"), abs=1e-5)
+    assert other.steps("train/acc") == pytest.approx(single.steps("train/acc"), abs=1e-6)
     assert other.steps("train/grad_norm") == pytest.approx(single.steps("train/grad_norm"), rel=1e-4)
     for split in ("val", "test"):
         ours, theirs = getattr(single.result, split), getattr(other.result, split)
@@ -137,11 +148,11 @@ def test_curves_and_evaluations_agree(trained: Callable[[str, str], Trained], tr
     assert other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
 
 
-def test_the_trainings_differ_from_each_other(trained: Callable[[str, str], Trained]) -> None:
-    """Otherwise accumulation or clipping that does nothing would agree with itself."""
-    found = [trained(training, "single").weights for training in TRAININGS]
-    assert min(distances(one, other)[1] for i, one in enumerate(found) for other in found[:i]) > 1e-3
-    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "every step is clipped"
+def test_each_training_setting_changes_final_weights(trained: Callable[[str, str], Trained]) -> None:
+    """The other tests would also pass if accumulation or clipping had no effect."""
+    weights = [trained(training, "single").weights for training in TRAININGS]
+    assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
+    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "expected clipping in every step"
 
 
 class Small(nn.Module):
@@ -156,7 +167,7 @@ class Small(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM keeps a second list of its weights, which a replica must not share."""
+    """A model with torch.nn.LSTM, which keeps a second list of its weights that replicas must not share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +187,7 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
 @pytest.mark.parametrize("loss_in_replica", [False, True])
 @pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
 @pytest.mark.parametrize("model", [Small, Recurrent])
-def test_replicas_over_threads_give_the_gradients_of_the_bare_model(
+def test_threaded_replica_gradients_match_unwrapped_model(
     model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
 ) -> None:
     torch.manual_seed(0)
@@ -186,83 +197,81 @@ def test_replicas_over_threads_give_the_gradients_of_the_bare_model(
     criterion = nn.CrossEntropyLoss()
     expected = criterion(bare(images), labels)
     expected.backward()
-    loss = strategy(devices, loss_in_replica).wrap(copied, criterion, None)(images, labels)
+    loss, _ = strategy(devices, loss_in_replica).wrap(TrainStep(copied, criterion))(images, labels)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for (name, ours), theirs in zip(copied.named_parameters(), bare.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
 
 
-def generators(count: int) -> list[torch.Generator]:
-    return [torch.Generator() for _ in range(count)]
-
-
-def test_every_replica_runs_in_a_thread_of_its_own() -> None:
-    together = threading.Barrier(3, timeout=10)  # broken unless three threads are inside at once
+def test_threaded_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
+    # It breaks unless three threads wait at the same time.
+    together = threading.Barrier(3, timeout=10)
     seen = []
 
     class Meeting(nn.Module):
         def forward(self, chunk: Tensor) -> Tensor:
             together.wait()
             seen.append((threading.get_ident(), len(chunk), torch.get_num_threads()))
+            torch.rand(1)
             return chunk
 
-    spread = ThreadedDataParallel(Meeting(), generators(3), 1, 0).eval()  # in training they take turns at first
-    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "gathered in order"
+    spread = ThreadedDataParallel(Meeting(), 3, 1, 0)
+    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "expected outputs in the order of the chunks"
     assert len({thread for thread, _, _ in seen} - {threading.get_ident()}) == 3
     assert sorted(size for _, size, _ in seen) == [2, 3, 3]
     assert {threads for _, _, threads in seen} == {1}
 
 
-def test_batchnorm_statistics_are_those_of_the_first_replica() -> None:
+def test_batchnorm_statistics_come_from_first_threaded_replica() -> None:
     torch.manual_seed(0)
     images = torch.randn(8, 4)
     alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     alone(images[:4])
-    ThreadedDataParallel(spread, generators(2), 1, 0)(images)
+    ThreadedDataParallel(spread, 2, 1, 0)(images)
     assert torch.equal(spread.running_mean, alone.running_mean)
     assert torch.equal(spread.running_var, alone.running_var)
     assert spread.num_batches_tracked == 1
 
 
-def test_an_exception_in_a_replica_reaches_the_caller_and_leaves_it_usable() -> None:
+def test_exception_in_replica_reaches_caller() -> None:
     class Picky(nn.Module):
         def forward(self, chunk: Tensor) -> Tensor:
             if (chunk < 0).any():
                 raise ZeroDivisionError("a negative image")
             return chunk
 
-    spread = ThreadedDataParallel(Picky(), generators(2), 1, 0)
+    spread = ThreadedDataParallel(Picky(), 2, 1, 0)
     with pytest.raises(ZeroDivisionError, match="a negative image"):
         spread(torch.tensor([1.0, 1.0, -1.0, 1.0]))
     assert spread(torch.ones(4)).sum() == 4
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_through_replicas_builds_no_graph(mode: Callable[[], Any]) -> None:
+def test_evaluation_through_replicas_does_not_build_autograd_graph(mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = Small().eval()
     images = torch.randn(7, 6)
     with mode():
-        outputs = strategy(3).for_evaluation(model, None)(images)
+        outputs = strategy(3).for_evaluation(model)(images)
         assert torch.allclose(outputs, model(images), atol=1e-6)
     assert not outputs.requires_grad
 
 
 @pytest.mark.parametrize(("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])])
-def test_chunk_sizes_are_recorded_as_they_are(batch: int, devices: int, chunks: list[int]) -> None:
+def test_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list[int]) -> None:
     assert strategy(devices).chunk_sizes(batch) == chunks
 
 
-def test_autocast_holds_inside_the_replicas() -> None:
+def test_autocast_applies_inside_threaded_replicas() -> None:
     seen = []
 
     class Typed(nn.Linear):
         def forward(self, chunk: Tensor) -> Tensor:
-            found = super().forward(chunk)
-            seen.append(found.dtype)
-            return found
+            outputs = super().forward(chunk)
+            seen.append(outputs.dtype)
+            return outputs
 
-    wrapped = strategy(2).wrap(Typed(4, 3), nn.CrossEntropyLoss(), torch.bfloat16)
-    wrapped(torch.randn(4, 4), torch.zeros(4, dtype=torch.long)).backward()
+    step = TrainStep(Autocast(Typed(4, 3), "cpu", torch.bfloat16), nn.CrossEntropyLoss())
+    strategy(2).wrap(step)(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))[0].backward()
     assert seen == [torch.bfloat16] * 2

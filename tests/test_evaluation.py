@@ -1,4 +1,4 @@
-"""Every evaluation image counts exactly once, on any number of ranks, and a checkpoint gives its numbers again."""
+"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finished, in_ranks, plain, resolved
+from conftest import ROOT, Finished, evaluate_batches, in_ranks, plain, resolved, run_warm
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 import evaluate as entry
-from src.data.datasets import InMemory
-from src.data.feed import DeviceFeed
-from src.data.loader import Loader, Reader
-from src.data.sampling import EvaluationRequests
-from src.engine.config.compose import freeze
+from src.commands.evaluate import evaluate_config
+from src.commands.load import load_trained
+from src.commands.predict import PredictionRequest, predict
+from src.data.datasets import InMemory, build_dataset
+from src.engine.config.compose import save_config
 from src.engine.config.evaluation import evaluation_config
+from src.engine.data.loader import BatchFetcher, Loader
+from src.engine.data.prefetch import DevicePrefetcher
+from src.engine.data.samplers import EvalSampler
+from src.engine.errors import UnreadableImageError
 from src.engine.machine.ranks import Ranks
+from src.engine.metric import Metric
+from src.engine.record.result import read_result
+from src.engine.runtime.evaluation import evaluate
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.run.evaluate import evaluate_config
 from src.schema import ParallelConfig
-from src.training import metrics
+from src.train.losses import softmax_losses
+from src.train.metrics import METRICS, confusion, details
 
 
-def test_a_run_of_a_cluster_is_evaluated_on_this_machine(tmp_path: Path) -> None:
+def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) -> None:
     there = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2", "parallel=ddp")
-    freeze(resolved(*there), tmp_path)
+    save_config(resolved(*there), tmp_path)
     parallel = evaluation_config(tmp_path, [], None).parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
@@ -42,7 +50,7 @@ def test_a_run_of_a_cluster_is_evaluated_on_this_machine(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["parallel.devices=2"], "parallel.devices=2: single uses one device"),
         (["parallel=ddp", "parallel.dim=1"], "parallel.dim=1: an option of dp"),
@@ -50,21 +58,17 @@ def test_a_run_of_a_cluster_is_evaluated_on_this_machine(tmp_path: Path) -> None
         (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused_of_a_run_as_of_a_model(
-    tmp_path: Path, words: list[str], said: str
+def test_evaluation_refuses_conflicting_keys_with_and_without_run(
+    tmp_path: Path, overrides: list[str], message: str
 ) -> None:
-    freeze(resolved("parallel=single"), tmp_path)
+    save_config(resolved("parallel=single"), tmp_path)
     for run, model_of in ((tmp_path, []), (None, ["model.weights=" + __file__])):
-        with pytest.raises(ValueError, match=said):
-            evaluation_config(run, [*model_of, *words], None)
+        with pytest.raises(ValueError, match=message):
+            evaluation_config(run, [*model_of, *overrides], None)
 
 
-def test_a_compiled_run_is_evaluated_where_nothing_can_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("src.engine.config.resolve.shutil.which", lambda name: name)
-    freeze(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    monkeypatch.setattr("src.engine.config.resolve.shutil.which", lambda name: None)
+def test_evaluation_does_not_compile_model_when_training_did(tmp_path: Path) -> None:
+    save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
     assert not evaluation_config(tmp_path, [], None).model.compile
     assert evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy == "dp"
 
@@ -79,7 +83,7 @@ def split(num_samples: int, num_classes: int) -> InMemory:
 
 
 def model(num_classes: int) -> nn.Module:
-    """Its BatchNorm in training mode would make every number depend on the batch."""
+    """Build a model with BatchNorm, whose outputs would depend on the batch in training mode."""
     torch.manual_seed(3)
     made = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
     made(torch.randn(50, 1, 4, 4))
@@ -89,25 +93,28 @@ def model(num_classes: int) -> nn.Module:
 def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str, Any]]:
     config = ParallelConfig(strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo")
     strategy = build_strategy(config, ranks, store)
-    found = []
+    actual = []
     for num_samples, num_classes in SPLITS:
         data = split(num_samples, num_classes)
-        requests = EvaluationRequests(len(data), 6, strategy.rank, strategy.world_size)
-        feed = DeviceFeed(torch.device("cpu"), plain(1, 4, 0.5, 0.25), channels_last=False)
-        evaluation = metrics.evaluate(
-            strategy.for_evaluation(model(num_classes), None),
-            Loader(Reader(data, num_classes, None, 0), requests, feed, 0),
-            strategy=strategy,
-            num_samples=num_samples,
+        requests = EvalSampler(len(data), 6, strategy.group.rank, strategy.group.world_size)
+        feed = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+        evaluation = evaluate(
+            strategy.for_evaluation(model(num_classes)),
+            Loader(BatchFetcher(data, num_classes, None, 0), requests, feed, 0),
+            METRICS,
+            softmax_losses,
+            strategy.group,
             num_classes=num_classes,
         )
-        found.append({**evaluation.numbers(), **evaluation.details(), "confusion": evaluation.confusion.tolist()})
+        assert evaluation is not None
+        counts = evaluation.sums[confusion].tolist()
+        actual.append({**evaluation.numbers, **details(evaluation), "confusion": counts})
     strategy.close()
-    return found
+    return actual
 
 
 def outputs(num_samples: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """(logits, labels) of the whole split in one piece."""
+    """Return (logits, labels) of the whole split, computed in one batch."""
     data = split(num_samples, num_classes)
     with torch.no_grad():
         return model(num_classes).eval()((data.images / 255 - 0.5) / 0.25), data.labels
@@ -119,23 +126,23 @@ def alone() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
-def test_numbers_are_those_of_a_plain_loop(alone: list[dict[str, Any]], case: int, size: tuple[int, int]) -> None:
-    found, (logits, labels) = alone[case], outputs(*size)
+def test_evaluation_matches_a_plain_loop(alone: list[dict[str, Any]], case: int, size: tuple[int, int]) -> None:
+    actual, (logits, labels) = alone[case], outputs(*size)
     hits = logits.argmax(1) == labels
-    assert (found["samples"], found["correct"]) == (size[0], int(hits.sum()))
-    assert found["acc"] == pytest.approx(hits.double().mean().item())
-    assert found["loss"] == pytest.approx(functional.cross_entropy(logits, labels).item(), rel=1e-6)
-    for label, accuracy in enumerate(found["acc_per_class"]):
+    assert (actual["samples"], actual["correct"]) == (size[0], int(hits.sum()))
+    assert actual["acc"] == pytest.approx(hits.double().mean().item())
+    assert actual["loss"] == pytest.approx(functional.cross_entropy(logits, labels).item(), rel=1e-6)
+    for label, accuracy in enumerate(actual["acc_per_class"]):
         own = hits[labels == label]
         assert accuracy == (pytest.approx(own.double().mean().item()) if len(own) else None)
     for label in range(size[1]):
         assert (
-            found["confusion"][label] == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
+            actual["confusion"][label] == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
         )
 
 
 @pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
-def test_top_5_is_given_only_where_it_says_something(
+def test_acc5_is_reported_only_for_more_than_five_classes(
     alone: list[dict[str, Any]], case: int, size: tuple[int, int]
 ) -> None:
     logits, labels = outputs(*size)
@@ -146,8 +153,8 @@ def test_top_5_is_given_only_where_it_says_something(
         assert alone[case]["acc5"] == pytest.approx(within / size[0])
 
 
-def test_a_head_with_more_scores_than_the_data_has_classes_answers_among_these() -> None:
-    """`model.num_classes` may be larger: neither the first answer nor the first five are outside the data's classes."""
+def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
+    """With a larger `model.num_classes`, top-1 and top-5 predictions are still classes of the data."""
     strategy = build_strategy(
         ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
     )
@@ -157,25 +164,64 @@ def test_a_head_with_more_scores_than_the_data_has_classes_answers_among_these()
             return torch.cat([images.flatten(1), torch.full((len(images), 5), 9.0)], 1)
 
     labels = torch.arange(7)
-    found = metrics.evaluate(
-        Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy=strategy, num_samples=7, num_classes=7
-    )
-    assert found is not None and (found.acc, found.acc5) == (1.0, 1.0)
+    actual = evaluate_batches(Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy, 7, 7)
+    assert (actual.numbers["acc"], actual.numbers["acc5"]) == (1.0, 1.0)
+    assert actual.numbers["loss"] == pytest.approx(functional.cross_entropy(torch.eye(7), labels).item())
+
+
+@pytest.fixture(scope="module")
+def with_sigmoids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with one sigmoid per class and a head with more classes than the data."""
+    overrides = ("parallel=single", "train.loss=bce", "train.smoothing=0.1", "model.num_classes=13", "train.epochs=1")
+    return run_warm(tmp_path_factory.mktemp("sigmoids") / "run", *overrides, "checkpoint.metric=val/loss")
+
+
+def test_bce_evaluation_uses_only_sigmoids_of_dataset_classes(
+    with_sigmoids: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
+    data = build_dataset(trained.config.data).val
+    mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
+    with torch.no_grad():
+        scores = trained.model((data.images / 255 - mean) / std)
+    assert scores.shape == (270, 13)
+    odds = scores[:, :10].sigmoid().double()
+    is_class = functional.one_hot(data.labels, 10).bool()
+    wanted = -torch.where(is_class, odds, 1 - odds).log().mean().item()
+    assert read_result(with_sigmoids).val["loss"] == pytest.approx(wanted, rel=1e-5)
+    saved = torch.load(with_sigmoids / "checkpoints" / "best.pt", weights_only=True)
+    assert saved["progress"]["best"] == pytest.approx(-wanted, rel=1e-5)
+    assert entry.main([f"run={with_sigmoids}", "split=val"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_path: Path) -> None:
+    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
+    image = build_dataset(trained.config.data).val[0][0]
+    Image.fromarray(image[0].numpy()).save(tmp_path / "digit.png")
+    mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
+    with torch.no_grad():
+        scores = trained.model((image[None] / 255 - mean) / std)[0, :10]
+    parallel = ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1)
+    asked = PredictionRequest(with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel)
+    (actual,) = predict(asked, Ranks(), None)
+    assert actual.probabilities == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
-def test_an_evaluation_that_fails_leaves_no_loader_and_no_group(
+def test_failed_evaluation_closes_loaders_and_strategy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Loader workers ignore SIGTERM, so the interpreter would wait for them at its end."""
+    """Loader workers ignore SIGTERM, so the interpreter would wait for open loaders at exit."""
     closed: list[str] = []
     monkeypatch.setattr(Loader, "close", lambda loader: closed.append("loader"))
     monkeypatch.setattr(Single, "close", lambda strategy: closed.append("strategy"))
     if fault == "in evaluating":
-        monkeypatch.setattr("src.run.evaluate.evaluate", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("src.commands.evaluate.evaluate", lambda *_, **__: 1 / 0)
     config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
-    config.model.weights = str(tmp_path)  # so that the head is taken as it is
-    monkeypatch.setattr("src.models.build.load_weights", lambda *_: None)
+    # With weights from a file, the head is not checked.
+    config.model.weights = str(tmp_path)
+    monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
     split = "val" if fault == "in evaluating" else "other"
     with pytest.raises((ZeroDivisionError, ValueError)):
         next(evaluate_config(config, None, split, None, Ranks(), None))
@@ -184,54 +230,125 @@ def test_an_evaluation_that_fails_leaves_no_loader_and_no_group(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_any_number_of_ranks_counts_alike(alone: list[dict[str, Any]], world_size: int) -> None:
-    for found in in_ranks(measured, world_size, "ddp", world_size):
-        check_equal(found, alone)
+def test_evaluation_gives_same_result_on_any_number_of_ranks(alone: list[dict[str, Any]], world_size: int) -> None:
+    for actual in in_ranks(measured, world_size, "ddp", world_size):
+        check_equal(actual, alone)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_replicas_over_threads_count_alike(alone: list[dict[str, Any]], devices: int) -> None:
+def test_evaluation_gives_same_result_with_threaded_replicas(alone: list[dict[str, Any]], devices: int) -> None:
     check_equal(measured(Ranks(), None, "dp", devices), alone)
 
 
-def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours == {key: value for key, value in theirs.items() if key != "loss"}
 
 
-def test_a_sample_that_is_missed_or_counted_twice_is_noticed() -> None:
+def test_evaluation_raises_when_a_sample_is_missed_or_counted_twice() -> None:
     strategy = build_strategy(
         ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
     )
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
         with pytest.raises(AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"):
-            metrics.evaluate(model(2), [batch], strategy=strategy, num_samples=num_samples, num_classes=2)
+            evaluate_batches(model(2), [batch], strategy, num_samples, 2)
+
+
+class Damaged:
+    """A split with some unreadable samples."""
+
+    def __init__(self, whole: InMemory, unreadable: set[int]) -> None:
+        self.whole, self.unreadable = whole, unreadable
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | float]:
+        if index in self.unreadable:
+            raise UnreadableImageError(f"{index}")
+        return self.whole[index]
+
+
+def weighted_by_row(scores: Tensor, labels: Tensor) -> float:
+    """A metric that depends on the order of the rows."""
+    places = torch.arange(1, len(labels) + 1, dtype=torch.float64)
+    return float((places * (labels + scores.double().sum(1))).sum())
+
+
+# (samples, unreadable): shards of other lengths, or empty.
+ROWS: tuple[tuple[int, set[int]], ...] = ((37, set()), (10, {1, 2, 6}), (2, set()), (3, {0}))
+
+
+def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
+    kind = "single" if store is None else "ddp"
+    config = ParallelConfig(
+        strategy=kind, devices=ranks.world_size, accelerator="cpu", threads_per_device=1, backend="gloo"
+    )
+    strategy = build_strategy(config, ranks, store)
+    values = []
+    for num_samples, unreadable in ROWS:
+        data = Damaged(split(num_samples, 4), unreadable)
+        sampler = EvalSampler(num_samples, 6, strategy.group.rank, strategy.group.world_size)
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+        loader = Loader(BatchFetcher(data, 4, None, 0, on_error="skip"), sampler, prefetcher, 0)
+        metrics = {"acc": METRICS["acc"], "by_row": Metric(from_rows=weighted_by_row)}
+        actual = evaluate(model(4), loader, metrics, softmax_losses, strategy.group, num_classes=4)
+        assert actual is not None and actual.samples == num_samples - len(unreadable)
+        values.append(actual.numbers["by_row"])
+    strategy.close()
+    return values
 
 
 @pytest.mark.processes
-def test_evaluate_py_gives_the_best_numbers_again(finished_run: Finished) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_metric_from_rows_receives_all_rows_in_dataset_order(world_size: int) -> None:
+    expected = []
+    for num_samples, unreadable in ROWS:
+        scores, labels = outputs(num_samples, 4)
+        read = [index for index in range(num_samples) if index not in unreadable]
+        expected.append(weighted_by_row(scores[read], labels[read]))
+    of_ranks = [value_of_rows(Ranks(), None)] if world_size == 1 else in_ranks(value_of_rows, world_size)
+    assert of_ranks == [pytest.approx(expected, rel=1e-6)] * world_size
+
+
+@pytest.mark.processes
+def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
     done = subprocess.run(
         [sys.executable, "evaluate.py", f"run={finished_run.folder}"],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
+    actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
     result = finished_run.result
-    assert found["val"]["acc"] == result["val"]["acc_best"]
-    assert found["val"]["samples"] == 270
+    assert actual["val"]["acc"] == result["val"]["acc_best"]
+    assert actual["val"]["samples"] == 270
     for key in ("correct", "samples", "acc", "acc5", "acc_per_class"):
-        assert found["test"][key] == result["test"][key], key
-    assert found["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-6)
+        assert actual["test"][key] == result["test"][key], key
+    assert actual["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-6)
 
 
 @pytest.mark.processes
-def test_the_last_checkpoint_gives_the_last_numbers(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_py_reproduces_metrics_of_last_checkpoint(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert entry.main([f"run={finished_run.folder}", "split=val", "checkpoint=last"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["correct"] == finished_run.result["val"]["correct"]
-    assert found["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["val"]["correct"]
+    assert actual["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
+
+
+@pytest.mark.processes
+def test_evaluate_py_accepts_older_run_with_removed_schedule(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("sched: cosine", "sched: none"))
+    assert entry.main([f"run={folder}", "split=val"]) == 0
+    assert json.loads(capsys.readouterr().out)["acc"] == finished_run.result["val"]["acc_best"]
 
 
 def damaged(folder: Path) -> str:
@@ -248,12 +365,12 @@ def emptied(folder: Path) -> str:
 def of_another_model(folder: Path) -> str:
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("embed_dim: 48", "embed_dim: 96"))
-    return "another model"
+    return "a different model"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
-def test_a_bad_checkpoint_is_refused_in_one_line(
+def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
     finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
 ) -> None:
     folder = tmp_path / "run"
@@ -267,60 +384,68 @@ def test_a_bad_checkpoint_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         ([], "run=<run folder>"),
         (["model.name=resnet18"], "model.pretrained=true or model.weights"),
         (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
-        (["model.name=resnet18", "model.pretrained=true", "optim.lr=1"], "optim.lr=1: has no part in an evaluation"),
-        (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: has no part in an evaluation"),
+        (["model.name=resnet18", "model.pretrained=true", "optim.lr=1"], "optim.lr=1: not an evaluation option"),
+        (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: not an evaluation option"),
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
         (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
     ],
 )
-def test_bad_words_are_refused_in_one_line(words: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(words) == 2
+def test_evaluate_py_refuses_invalid_arguments_in_one_line(
+    overrides: list[str], reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(overrides) == 2
     err = capfd.readouterr().err
     assert reason in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.processes
-def test_a_run_is_evaluated_in_other_batches(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_gives_same_result_with_different_batch_size(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["correct"] == finished_run.result["test"]["correct"]
-    assert found["loss"] == pytest.approx(finished_run.result["test"]["loss"], rel=1e-6)
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["test"]["correct"]
+    assert actual["loss"] == pytest.approx(finished_run.result["test"]["loss"], rel=1e-6)
 
 
 @pytest.mark.processes
-def test_a_model_is_evaluated_without_a_run(finished_run: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    """timm's habit: a model by its name, and weights. The run's own, so that the numbers are known."""
+def test_evaluate_py_evaluates_model_given_by_name_and_weights(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights come from a run, so the metrics are known."""
     weights = finished_run.folder / finished_run.result["checkpoint"]
     assert entry.main(["model=tiny", f"model.weights={weights}", "data=digits", "split=test"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["correct"] == finished_run.result["test"]["correct"]
-    assert (found["model"], found["world_size"]) == (finished_run.result["model"], 1)
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["test"]["correct"]
+    assert (actual["model"], actual["world_size"]) == (finished_run.result["model"], 1)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("classes", [10, 3])
-def test_other_classes_are_refused(finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int) -> None:
-    """Labels would mean something else, whether or not their number is the same."""
-    words = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
-    assert entry.main([f"run={finished_run.folder}", *words]) == 2
-    assert "are not the 10 that" in capfd.readouterr().err
+def test_evaluate_py_refuses_data_with_different_classes(
+    finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int
+) -> None:
+    """Labels of different classes have different meanings, even if the number of classes is the same."""
+    overrides = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
+    assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
+    err = capfd.readouterr().err
+    assert "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
 
 
-def test_a_head_for_other_classes_is_refused() -> None:
-    from src.run.evaluate import _check_head
-    from src.schema import Config, ModelConfig
+def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
+    from src.commands.evaluate import _check_head
+    from src.schema import Config
 
     model = nn.Linear(2, 2)
     model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
     _check_head(Config(), model, 1000)
-    _check_head(Config(model=ModelConfig(weights="mine.pt")), model, 10)
     with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
         _check_head(Config(), model, 10)
 
@@ -328,31 +453,25 @@ def test_a_head_for_other_classes_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
-def test_every_world_size_counts_the_same(
+def test_evaluate_py_gives_same_result_on_two_devices(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
-    words = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
-    if strategy == "ddp":  # the command starts itself again, as ranks
-        command = [sys.executable, "evaluate.py", *words]
+    overrides = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
+    # Under ddp, the command starts itself again as ranks.
+    if strategy == "ddp":
+        command = [sys.executable, "evaluate.py", *overrides]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        said = done.stdout
+        message = done.stdout
     else:
-        assert entry.main(words) == 0
-        said = capfd.readouterr().out
-    found = {line["split"]: line for line in map(json.loads, said.splitlines())}
-    assert found["test"]["world_size"] == 2
+        assert entry.main(overrides) == 0
+        message = capfd.readouterr().out
+    actual = {line["split"]: line for line in map(json.loads, message.splitlines())}
+    assert actual["test"]["world_size"] == 2
     for key in ("correct", "samples", "acc_per_class"):
-        assert found["test"][key] == finished_run.result["test"][key], key
+        assert actual["test"][key] == finished_run.result["test"][key], key
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_table_has_a_row_per_combination(
-    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert entry.main(["-m", f"run={finished_run.folder},{tmp_path}", "split=test"]) == 1, "one row failed"
-    head, good, bad = capfd.readouterr().out.splitlines()
-    assert head.split() == ["split", "acc", "acc5", "loss", "samples"]
-    assert good.startswith(f"run={finished_run.folder} ") and f"{finished_run.result['test']['acc']:.4f}" in good
-    assert bad.startswith(f"run={tmp_path} ") and "no config.yaml" in bad
+def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["-m", "run=a,b"]) == 2
+    assert "shell loop" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What somebody meets in the first hour: the installer, the config's tree, the bar, and words instead of riddles."""
+"""First steps of a new user: installation, the printed config, the progress bar and error messages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from conftest import Train, in_ranks, resolved
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from scripts.maintain.install import settings_for_uv
+from scripts.install import settings_for_uv
+from src.commands.plan import show
 from src.engine.launch.rank import Stdout
 from src.engine.machine.ranks import Ranks
+from src.engine.parallel.ddp_timing import unused_parameters
 from src.engine.record.console import Console, print_config
 from src.engine.record.jobs import Jobs
 from src.engine.record.result import Result
+from src.engine.runtime.banner import show_end
 from src.engine.sweep.board import Board, show_points
-from src.engine.sweep.packing import Packing
 from src.engine.sweep.points import Point
-from src.parallel.reporting import unused_parameters
-from src.run.plan import show
-from src.run.proof import show_end
-from src.schema import Config
+from src.schema import AugmentConfig, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,7 +43,7 @@ class Terminal(io.StringIO):
 # --- installing
 
 
-def test_uv_is_handed_what_pip_is_told() -> None:
+def test_uv_receives_pip_settings() -> None:
     listed = (
         ":env:.find-links='/opt/wheels'\nglobal.index-url='https://mirror/simple'\nglobal.timeout='60'\n"
         "global.extra-index-url='https://one/simple\\nhttps://two/simple'\nuser.trusted-host='mirror'\n"
@@ -61,26 +60,28 @@ def test_uv_is_handed_what_pip_is_told() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])])
-def test_pip_is_the_way_back(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
-    """pip and uv are stand-ins that write down what they are asked, ahead of the real ones on the path."""
+def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
+    """Fake pip and uv programs, first on the path, record their arguments."""
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
         text = f"import sys\nopen({str(note)!r}, 'a').write('{name} ' + ' '.join(sys.argv[1:]) + '\\n')\nsys.exit({code})\n"
         (tmp_path / f"{name}.py").write_text(text)
-    command = [sys.executable, str(ROOT / "scripts" / "maintain" / "install.py"), "wanted.txt"]
+    command = [sys.executable, str(ROOT / "scripts" / "install.py"), "wanted.txt"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
     assert all(words in line for words, line in zip(asked, lines, strict=True))
-    assert "--compile-bytecode" in lines[1], "else every process may have to, as pip knows"
+    assert "--compile-bytecode" in lines[1], (
+        "expected compilation at installation, because otherwise every process would compile"
+    )
 
 
-# --- what is shown
+# --- console
 
 
-def test_the_config_is_shown_where_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_shows_only_values_that_differ_from_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     config = resolved("parallel=single", "optim.lr=0.25", "model.ema.decay=0.5")
     print_config(config, full=False)
     short = capsys.readouterr().out
@@ -93,30 +94,39 @@ def test_the_config_is_shown_where_it_differs(capsys: pytest.CaptureFixture[str]
     assert len(short.splitlines()) < 30 < len(long.splitlines())
 
 
-def test_what_a_terminal_takes_for_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_markup_literally(capsys: pytest.CaptureFixture[str]) -> None:
     print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
     assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
-    Board(Jobs(Path(), "", []), Packing({"cpu": ["0"]})).say("a:b:c [/x]")
+    Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
     show_points([Point(["x=a:b:c"], "0", OmegaConf.create(), Config(), "[/x]")], lambda data: None)
-    refused = SimpleNamespace(bytes=None, devices=2, reason="a:b:c [/x]", warnings=[])
+    refused = SimpleNamespace(bytes=None, parameters=0, devices=2, reason="a:b:c [/x]", warnings=[])
     show([refused])  # type: ignore[list-item]
-    said = capsys.readouterr().out
-    assert said.count("a:b:c") == 3 and said.count("[/x]") == 3, said
+    output = capsys.readouterr().out
+    assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"), [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")]
+    ("loss", "expected"), [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")]
 )
-def test_overfitting_says_whether_it_got_there(loss: float, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_overfit_preset_reports_whether_loss_target_is_reached(
+    loss: float, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = resolved("debug=overfit", "parallel=single")
     result = Result("done", train={"loss": loss}, val={"acc": 0.5, "acc_best": 0.5})
     with caplog.at_level(logging.INFO):
-        show_end(config, Path("outputs/x"), result)
-    assert any(line.partition(" ")[2].strip().startswith(said) for line in caplog.messages), caplog.messages
+        show_end(config, Path("outputs/x"), result, [])
+    assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), caplog.messages
 
 
-def test_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log's handler was made before the bar; written past it, a line would continue the bar's."""
+@pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])
+def test_overfit_preset_trains_without_augmentation_and_smoothing(overrides: tuple[str, ...]) -> None:
+    config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")
+    assert config.data.augment == AugmentConfig()
+    assert config.train.smoothing == 0
+
+
+def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log handler exists before the bar. A log line that bypassed the bar would end up on the line of the bar."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -130,11 +140,11 @@ def test_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     log.info("afterwards")
     text = terminal.getvalue()
     assert re.search(r"(\n|\x1b\[2K)epoch 1/2\s*\n", text), text
-    assert "steps" in text.split("epoch 1/2")[1], "the bar is drawn again below the line"
+    assert "steps" in text.split("epoch 1/2")[1], "expected the bar again below the log line"
     assert text.endswith("afterwards\n")
 
 
-def test_no_bar_when_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_no_bar_when_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     with Console(True, total_steps=10, first_step=0) as console:
@@ -143,7 +153,7 @@ def test_no_bar_when_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.getvalue() == ""
 
 
-def test_this_machines_own_settings_have_an_example(tmp_path: Path) -> None:
+def test_example_file_of_local_settings_is_valid(tmp_path: Path) -> None:
     from hydra._internal.utils import get_args_parser
 
     from src.engine.config.compose import compose_command
@@ -155,12 +165,12 @@ def test_this_machines_own_settings_have_an_example(tmp_path: Path) -> None:
     assert config.paths.output_dir == "/elsewhere"
 
 
-# --- words instead of riddles
+# --- messages
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
-def test_the_old_launcher_is_refused_by_naming_the_new(train: Train, word: str) -> None:
+def test_error_for_old_torch_launcher_suggests_torchrun(train: Train, word: str) -> None:
     done = train.start_command([sys.executable, "train.py", word, "parallel=ddp"], train.base).finish()
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -177,9 +187,10 @@ class HalfUsed(nn.Module):
 
 
 def two_steps(ranks: Ranks, store: object, find: bool) -> str:
-    """What the second step says."""
+    """Train two steps and return the error message of the second, or `trained`."""
     from src.parallel import build_strategy
     from src.schema import ParallelConfig
+    from src.train.step import Autocast, TrainStep
 
     config = ParallelConfig(
         strategy="ddp",
@@ -190,10 +201,11 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
         find_unused_parameters=find or None,
     )
     strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
-    wrapped = strategy.wrap(HalfUsed(), nn.functional.cross_entropy, None)
+    step = TrainStep(Autocast(HalfUsed(), "cpu", None), nn.functional.cross_entropy)
+    wrapped = strategy.wrap(step)
     try:
         for _ in range(2):
-            wrapped(torch.ones(2, 4), torch.tensor([0, 1])).backward()
+            wrapped(torch.ones(2, 4), torch.tensor([0, 1]))[0].backward()
     except RuntimeError as error:
         return str(error)
     finally:
@@ -202,21 +214,22 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
 
 
 @pytest.mark.processes
-def test_a_parameter_without_a_gradient_is_named_with_the_remedy() -> None:
-    for said in in_ranks(two_steps, 2, False):
-        assert said.startswith("no gradient reached idle.weight, idle.bias:")
-        assert "parallel.find_unused_parameters=true" in said
-        assert "\n" not in said
+def test_error_names_parameters_without_gradient_and_remedy() -> None:
+    for message in in_ranks(two_steps, 2, False):
+        assert message.startswith("no gradient reached idle.weight, idle.bias:")
+        assert "parallel.find_unused_parameters=true" in message
+        assert "\n" not in message
     assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
 
 
-def test_other_errors_name_no_parameter() -> None:
+def test_unrelated_error_does_not_name_unused_parameters() -> None:
     assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "task"), [((), "train"), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
+    ("words", "task"), [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
 )
-def test_a_preset_names_its_task(words: tuple[str, ...], task: str) -> None:
-    """conf/train.yaml names one too, and must not win over what was chosen."""
-    assert resolved(*words).task_name == task
+def test_preset_task_name_overrides_default(words: tuple[str, ...], task: str | None) -> None:
+    """The task_name in conf/train.yaml must not override the task_name of a preset or of the command line."""
+    own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
+    assert resolved(*words).task_name == (task or own)

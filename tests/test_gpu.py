@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: every strategy trains there, and means what it means on a CPU."""
+"""Training on a CUDA device: every strategy runs there, with the same losses as on a CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import torch
 from conftest import Train, resolved
 
 from src.engine.machine.ranks import Ranks
+from src.engine.runtime.evaluation import evaluate
+from src.engine.runtime.replica_checks import measured_world_size
 from src.parallel import build_strategy
-from src.run.build import Run
 from src.schema import ResolvedConfig
-from src.training.loop import train_epoch
-from src.training.metrics import evaluate
+from src.train.build import RunParts
+from src.train.loop import train_epoch
+from src.train.losses import softmax_losses
+from src.train.metrics import METRICS
+from src.train.step import AUTOCAST, Autocast
 
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
-WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # of CUDA's libraries: cuDNN's convolutions use it where nobody asks
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # cuDNN's convolutions use TF32 by default
 TOLERANCE = {"fp32": 2e-3, "bf16": 1e-2, "fp16": 1e-2}  # of a loss near 2.3; bf16 is 4e-4 off on a CPU
 WAYS = {
     "single": ("parallel=single",),
@@ -39,11 +43,11 @@ def loss_on_cpu(train_shared: Train) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
 @pytest.mark.parametrize(("way", "precision"), RUNS)
-def test_every_strategy_trains_on_the_device(train: Train, loss_on_cpu: float, way: str, precision: str) -> None:
+def test_strategy_trains_on_gpu(train: Train, loss_on_cpu: float, way: str, precision: str) -> None:
     if way.startswith("two") and torch.cuda.device_count() > 1:
         pytest.skip("there are several devices")
-    words = (*WAYS[way], "parallel.accelerator=cuda", f"train.precision={precision}")
-    done = train(*words, environment=WITHOUT_TF32)
+    overrides = (*WAYS[way], "parallel.accelerator=cuda", f"train.precision={precision}")
+    done = train(*overrides, environment=WITHOUT_TF32)
     assert done.returncode == 0, done.output
     assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
@@ -52,45 +56,49 @@ def test_every_strategy_trains_on_the_device(train: Train, loss_on_cpu: float, w
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-def test_two_nccl_ranks_on_one_device_are_refused(train: Train) -> None:
+def test_train_refuses_two_nccl_ranks_on_one_device(train: Train) -> None:
     devices = torch.cuda.device_count() + 1
     done = train("parallel=ddp", f"parallel.devices={devices}", f"data.batch_size={16 * devices}")
-    assert done.returncode == 2 and "two NCCL ranks cannot share one" in done.stderr, done.output
+    assert done.returncode == 2 and "parallel.backend=gloo" in done.stderr, done.output
 
 
 def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
-    """(the loss of every step of an epoch, that of the evaluation after it)."""
+    """Train one epoch and return (loss of each step, loss of the evaluation after the epoch)."""
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = Run(config, strategy)
-    assert strategy.measured_world_size() == config.parallel.devices
-    steps = train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, run.steps_per_epoch, run.mixing)
-    losses = [report.loss for report in steps]
-    found = evaluate(
-        strategy.for_evaluation(run.state.model, run.autocast),
+    run = RunParts(config, strategy)
+    assert measured_world_size(strategy) == config.parallel.devices
+    steps = train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch, run.mixing)
+    losses = [report.means["loss"] for report in steps]
+    autocast = Autocast(run.state.model, strategy.device.type, AUTOCAST[config.train.precision])
+    evaluation = evaluate(
+        strategy.for_evaluation(autocast),
         run.evaluation["val"],
-        strategy=strategy,
-        num_samples=len(run.images.val),
+        METRICS,
+        softmax_losses,
+        strategy.group,
         num_classes=run.num_classes,
     )
-    assert found is not None
-    return losses, found.loss
+    assert evaluation is not None and evaluation.numbers["loss"] is not None
+    return losses, evaluation.numbers["loss"]
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_dp_with_two_replicas_on_one_device_trains_as_single_does(
+def test_dp_training_with_two_replicas_on_one_device_matches_single(
     accelerator: str, loss_in_replica: bool | None, precision: str
 ) -> None:
-    """torch's DataParallel takes one device twice, though a command may not name it twice; on a CPU they are threads."""
-    words = (f"parallel.accelerator={accelerator}", f"train.precision={precision}", "train.log_every=1")
-    config = resolved("parallel=single", *words)
+    """DataParallel accepts one device twice, although train.py does not. On a CPU the replicas are threads."""
+    overrides = (f"parallel.accelerator={accelerator}", f"train.precision={precision}", "train.log_every=1")
+    config = resolved("parallel=single", *overrides)
     alone = losses_and_evaluation(config)
     parallel = config.parallel
     parallel.strategy, parallel.devices, parallel.loss_in_replica = "dp", 2, loss_in_replica
     parallel.device_ids = [0, 0] if accelerator == "cuda" else None
     both = losses_and_evaluation(config)
-    assert len(both[0]) == 6 and max(alone[0]) - min(alone[0]) > 0.1, "so that equal losses mean something"
+    assert len(both[0]) == 6 and max(alone[0]) - min(alone[0]) > 0.1, (
+        "expected the loss to change, because equal constant losses would prove nothing"
+    )
     assert both[0] == pytest.approx(alone[0], abs=TOLERANCE[precision])
     assert both[1] == pytest.approx(alone[1], abs=TOLERANCE[precision])

@@ -1,4 +1,4 @@
-"""An image folder trains as it is; one that cannot be a classification folder is refused by name before anything starts."""
+"""An image folder trains; a folder without a classification layout gives an error that names it before a run starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from conftest import run_warm
 from PIL import Image
 
 import train as entry
+from src.data.check import check_data
+from src.data.datasets import build_dataset
 from src.engine.record.result import read_result
+from src.schema import DataConfig
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
-    """`{split: {class: images}}`; JPEG and PNG in turn, of several sizes, the colour says the class."""
+    """Write `{split: {class: number of images}}` as JPEG and PNG in turn, of several sizes, one color per class."""
     draw = np.random.default_rng(0)
     for split, classes in counts.items():
         for label, (name, count) in enumerate(classes.items()):
@@ -29,19 +32,25 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_folder_of_jpeg_and_png_trains_under_ddp(tmp_path: Path) -> None:
+def test_folder_of_jpeg_and_png_trains_under_ddp(tmp_path: Path) -> None:
     classes = {"café": 21, "dog": 13, "owl": 17}
     root = image_folder(
         tmp_path / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
     )
-    words = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=16", "data.limit_train=null")
+    overrides = (
+        "data=folder",
+        f"data.root={root}",
+        "data.image_size=16",
+        "data.batch_size=16",
+        "data.limit_train=null",
+    )
     more = ("parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
-    result = read_result(run_warm(tmp_path / "run", *words, *more))
+    result = read_result(run_warm(tmp_path / "run", *overrides, *more))
     assert result.val["samples"] == 7
     assert result.test["samples"] == 5
     assert result.samples_seen == 4 * 48
     assert result.dropped_per_epoch == 51 - 48
-    assert result.val["acc_best"] == 1.0, "the colour says the class"
+    assert result.val["acc_best"] == 1.0, "expected high accuracy, because the color determines the class"
     assert result.skipped == {}
 
 
@@ -53,16 +62,16 @@ BAD = {
     "one_class": ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
     "an_empty_class": ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
     "an_empty_class_in_val": ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
-    "another_class_in_val": ({"train": GOOD, "val": {"a": 1, "c": 1}}, "a class that train/ has not: c"),
-    "another_class_in_test": ({"train": GOOD, "val": GOOD, "test": {"z": 1}}, "a class that train/ has not: z"),
+    "another_class_in_val": ({"train": GOOD, "val": {"a": 1, "c": 1}}, "train/ does not have 1 of the 2 classes"),
+    "another_class_in_test": ({"train": GOOD, "val": GOOD, "test": {"z": 1}}, "/test: z; it has a, b"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_classification_folder_is_refused(
+def test_folder_without_class_folder_layout_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    counts, said = BAD[name]
+    counts, message = BAD[name]
     for split in counts:
         (tmp_path / "images" / split).mkdir(parents=True)
     root = image_folder(tmp_path / "images", counts)
@@ -72,5 +81,15 @@ def test_what_is_no_classification_folder_is_refused(
     assert entry.main() == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith(f"train.py: data.root={root}") and said in lines[0]
+    assert lines[0].startswith(f"train.py: data.root={root}") and message in lines[0]
     assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_in_memory_dataset_refuses_data_root(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"):
+        build_dataset(DataConfig(name=name, root="/data/shapes"))
+
+
+def test_custom_dataset_may_use_data_root() -> None:
+    check_data(DataConfig(name="src.data.mine.Mine", root="/data/shapes"))

@@ -1,4 +1,4 @@
-"""requirements.lock is in step with requirements.txt, whole, and says nothing of where it was made."""
+"""requirements.lock matches requirements.txt, has a hash for every package, and contains no path or URL."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PINS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 
 
 def locked(lock: str) -> dict[str, dict[str, int]]:
-    """Package -> version -> how many files of it have a hash. Some have two versions, for different Pythons."""
-    found: dict[str, dict[str, int]] = {}
+    """Return package -> version -> number of hashes. Some packages have two versions, for different Python versions."""
+    packages: dict[str, dict[str, int]] = {}
     for block in re.split(r"\n(?=[A-Za-z0-9])", lock):
         head = re.match(r"([\w.-]+)==([\w.+!-]+)", block)
         if head:
             hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}\b", block)
-            found.setdefault(canonical(head[1]), {})[head[2]] = len(hashes)
-    return found
+            packages.setdefault(canonical(head[1]), {})[head[2]] = len(hashes)
+    return packages
 
 
 def canonical(name: str) -> str:
@@ -28,33 +28,33 @@ def canonical(name: str) -> str:
 
 
 def out_of_step(pins: str, lock: str) -> list[str]:
-    """The pins that the lock file does not hold, or not alone."""
+    """Return the pins that the lock file lacks, or lists with additional versions."""
     packages = locked(lock)
     pinned = re.findall(r"^([\w.-]+)==(\S+)$", pins, re.MULTILINE)
     assert len(pinned) == len([line for line in pins.splitlines() if line and not line.startswith("#")])
     return [f"{name}=={version}" for name, version in pinned if list(packages.get(canonical(name), {})) != [version]]
 
 
-def test_the_lock_file_is_in_step_with_the_requirements() -> None:
+def test_lock_file_matches_the_requirements() -> None:
     assert out_of_step(PINS, LOCK) == [], "run make lock"
 
 
 @pytest.mark.parametrize(
     ("old", "new"), [(r"^timm==.*$", "timm==0.0.1"), (r"\Z", "einops==0.8.0\n"), (r"^rich==", "richer==")]
 )
-def test_a_changed_requirement_is_noticed(old: str, new: str) -> None:
+def test_changed_requirement_is_detected(old: str, new: str) -> None:
     changed = re.sub(old, new, PINS, count=1, flags=re.MULTILINE)
     assert changed != PINS
     assert len(out_of_step(changed, LOCK)) == 1
 
 
-def test_every_package_has_hashes_and_so_have_those_that_others_need() -> None:
+def test_every_locked_package_has_hashes() -> None:
     packages = locked(LOCK)
     assert [name for name, versions in packages.items() if not all(versions.values())] == []
     assert {"antlr4-python3-runtime", "sympy", "pillow", "sqlalchemy", "setuptools"} <= set(packages)
     lines = [line for line in LOCK.splitlines() if line and not line.lstrip().startswith("#")]
-    assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), "nothing but pins and hashes"
+    assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), "only pins and hashes"
 
 
-def test_the_lock_file_names_no_place() -> None:
+def test_lock_file_contains_no_path_or_url() -> None:
     assert not re.search(r"https?://|file:|--(extra-)?index-url|--find-links|/(opt|home|root|tmp)/", LOCK)

@@ -1,4 +1,4 @@
-"""`make` says what it can do, installs only what a target needs, and installs it once."""
+"""`make` lists its targets, and installs only the requirements of a target, once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ pytestmark = [
 ]
 
 
-def make(*words: str, folder: Path = ROOT) -> str:
-    # what was given to the make that runs these tests is in their environment: `make test VENV=… ARGS=…`
+def make(*arguments: str, folder: Path = ROOT) -> str:
+    # The environment holds the variables of a make that runs these tests: `make test VENV=… ARGS=…`.
     given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
     environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
-    done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def makefiles() -> str:
+    """Return the text of the Makefile, including the template-only targets unless this is a fork."""
+    files = [ROOT / "Makefile", *(ROOT / "scripts").glob("*/targets.mk")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What make reads, on a machine without an environment."""
+    """Copy the files that make reads to a folder without a virtual environment."""
     for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -43,7 +51,7 @@ def touch(path: Path, time: float) -> None:
 
 
 def make_stamps(checkout: Path, *names: str) -> None:
-    """An environment of the folder .venv, in which these stamps are newer than the requirements."""
+    """Create a .venv in the folder with stamp files that are newer than the requirements."""
     for name in ("requirements.txt", "requirements-dev.txt", "Makefile"):
         touch(checkout / name, 1_000_000)
     touch(checkout / ".venv" / "bin" / "python", 1_000_000)
@@ -52,8 +60,8 @@ def make_stamps(checkout: Path, *names: str) -> None:
         touch(checkout / ".venv" / name, 2_000_000 + age)
 
 
-def test_help_lists_every_target_with_one_line() -> None:
-    targets = set(TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+def test_make_help_lists_every_target_on_one_line() -> None:
+    targets = set(TARGET.findall(makefiles()))
     assert {"help", "train", "compare", "test", "test-fast", "check"} <= targets
     lines = make("help").splitlines()
     listed = [re.fullmatch(r"  make ([a-z-]+) +(\S.*)", line) for line in lines]
@@ -63,17 +71,17 @@ def test_help_lists_every_target_with_one_line() -> None:
 
 
 def test_every_target_is_phony() -> None:
-    """Else a file of that name would silence it."""
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    """A file with the name of a target would otherwise disable the target."""
+    text = makefiles()
     phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert set(" ".join(phony).split()) == set(TARGET.findall(text))
 
 
-def test_make_alone_is_make_help() -> None:
+def test_make_without_a_target_prints_help() -> None:
     assert make() == make("help")
 
 
-def test_training_installs_the_runtime_alone(checkout: Path) -> None:
+def test_make_train_installs_only_runtime_requirements(checkout: Path) -> None:
     commands = make("-n", "train", folder=checkout)
     installed = re.findall(r"install\.py (\S+)", commands)
     assert installed == ["requirements.txt"]
@@ -81,14 +89,14 @@ def test_training_installs_the_runtime_alone(checkout: Path) -> None:
     assert commands.strip().splitlines()[-1].strip() == ".venv/bin/python train.py"
 
 
-def test_testing_installs_both(checkout: Path) -> None:
+def test_make_test_installs_runtime_and_development_requirements(checkout: Path) -> None:
     assert re.findall(r"install\.py (\S+)", make("-n", "test", folder=checkout)) == [
         "requirements.txt",
         "requirements-dev.txt",
     ]
 
 
-def test_the_interpreter_and_the_environments_place_can_be_given(checkout: Path) -> None:
+def test_make_accepts_python_and_venv_variables(checkout: Path) -> None:
     commands = make("-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout)
     assert "python3.12 -m venv /elsewhere/env" in commands
     assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
@@ -98,7 +106,7 @@ def test_the_interpreter_and_the_environments_place_can_be_given(checkout: Path)
 @pytest.mark.parametrize(
     ("target", "stamps"), [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))]
 )
-def test_a_second_call_installs_nothing(checkout: Path, target: str, stamps: tuple[str, ...]) -> None:
+def test_second_make_call_does_not_install_again(checkout: Path, target: str, stamps: tuple[str, ...]) -> None:
     make_stamps(checkout, *stamps)
     commands = make("-n", target, folder=checkout)
     assert "install" not in commands
@@ -106,7 +114,7 @@ def test_a_second_call_installs_nothing(checkout: Path, target: str, stamps: tup
     assert len(commands.splitlines()) == 1
 
 
-def test_changed_requirements_are_installed_again(checkout: Path) -> None:
+def test_changed_requirements_are_installed(checkout: Path) -> None:
     make_stamps(checkout, "runtime", "development")
     touch(checkout / "requirements.txt", 3_000_000)
     assert "install.py requirements.txt" in make("-n", "train", folder=checkout)
@@ -117,14 +125,14 @@ def test_changed_requirements_are_installed_again(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
-def test_every_requirement_has_an_exact_version(name: str) -> None:
+def test_requirements_have_exact_versions(name: str) -> None:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     pins = [line for line in lines if line and line != "-r requirements.txt"]
     assert pins
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", pin)] == []
 
 
-def test_the_runtime_needs_no_development_tool() -> None:
+def test_runtime_requirements_do_not_include_development_tools() -> None:
     runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8").lower()
     assert [tool for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit") if f"\n{tool}" in runtime] == []
 
@@ -141,8 +149,8 @@ def test_ci_runs_the_linters_and_the_tests() -> None:
         make("-n", target)
 
 
-def test_the_workflow_runs_what_there_is() -> None:
-    """It has not run yet, so at least its words must be true: scripts, markers, requirements."""
+def test_workflow_refers_to_existing_scripts_markers_and_requirements() -> None:
+    """The workflow has not run yet, so at least the scripts, markers and requirements in it must exist."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert runs == [".ci/run", "python -m pip install -r requirements-dev.txt", "python -m pytest -m portable"]

@@ -1,4 +1,4 @@
-"""What a run says it measured is what happened: throughput by the clock, parts, ranks, communication, guard, counts."""
+"""Measurements of a run: throughput, parts of the step time, ranks, communication, disturbances and counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch import nn
 
 from src.engine.machine.nvidia import Gpu
 from src.engine.machine.ranks import Ranks
+from src.engine.parallel.ddp_timing import TimedDistributedDataParallel
 from src.engine.record.guard import flags, guard
 from src.engine.record.result import read_result
 from src.parallel import build_strategy
 from src.parallel.distributed import Distributed
-from src.parallel.reporting import ReportingParallel
-from src.run.lifecycle import run
+from src.train.run import run
+from src.train.step import TrainStep
 
 QUIET: dict[str, Any] = {
     "load": 0.02,
@@ -36,14 +37,14 @@ QUIET: dict[str, Any] = {
 
 
 def by_the_clock(folder: Path, batch: int) -> float:
-    """Images per second from metrics.jsonl: those between the first logged step and the last, over their time."""
+    """Return images per second between the first and the last logged step in metrics.jsonl."""
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
     first, last = lines[0], lines[-1]
     return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
 
 
 def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """A whole run on this rank; its result."""
+    """Train a whole run on this rank and return its result."""
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
@@ -52,26 +53,26 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A run of ddp on two ranks, one epoch of 78 steps: its result and its folder."""
+    """Train one epoch of 78 steps with ddp on two ranks and return (result, folder)."""
     folder = tmp_path_factory.mktemp("measured") / "run"
     words = ("parallel=ddp", "parallel.devices=2", "data.limit_train=1256", "data.batch_size=16", "train.epochs=1")
     return in_ranks(trained, 2, str(folder), *words)[0], folder
 
 
-def test_throughput_is_that_of_the_clock(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_throughput_matches_time_between_logged_steps(two_ranks: tuple[dict[str, Any], Path]) -> None:
     result, folder = two_ranks
     assert result["throughput"]["images_per_sec"] == pytest.approx(by_the_clock(folder, 16), rel=0.02)
     assert result["throughput"]["steps_timed"] == 68
 
 
-def test_the_parts_of_a_step_add_up_to_the_throughput(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_parts_of_step_time_add_up_to_whole_step(two_ranks: tuple[dict[str, Any], Path]) -> None:
     result, _ = two_ranks
     step = 1000 * 16 / result["throughput"]["images_per_sec"]
     assert sum(result["step"].values()) == pytest.approx(step)
     assert min(result["step"].values()) >= 0
 
 
-def test_every_rank_says_what_it_waited_and_computed(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_has_data_and_compute_time_for_every_rank(two_ranks: tuple[dict[str, Any], Path]) -> None:
     result, _ = two_ranks
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert {key for rank in result["ranks"] for key in rank} == {
@@ -80,59 +81,43 @@ def test_every_rank_says_what_it_waited_and_computed(two_ranks: tuple[dict[str, 
     assert result["hosts"] == [result["ranks"][0]["host"]]
 
 
-def test_counts_are_those_of_the_loaders_and_processes(two_ranks: tuple[dict[str, Any], Path]) -> None:
-    proof = two_ranks[0]["proof"]
-    assert [proof[f"indices_{what}"] for what in ("seen", "distinct", "expected")] == [1248] * 3
-    assert proof["optimizers"] == 2
+def test_proof_contains_only_parameter_hash_and_chunk_sizes(two_ranks: tuple[dict[str, Any], Path]) -> None:
+    result, _ = two_ranks
+    assert result["proof"].keys() == {"parameters_hash_start", "hashes_equal", "chunk_sizes"}
+    assert result["proof"]["hashes_equal"] is True and result["proof"]["chunk_sizes"] == [8, 8]
+    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
 
 
-def test_what_fills_no_step_is_dropped_and_counted_as_such(tmp_path: Path) -> None:
-    """Six batches, four to a step."""
+def test_run_drops_images_of_incomplete_last_step(tmp_path: Path) -> None:
+    """An epoch has six batches, and a step accumulates four."""
     result = in_ranks(trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1")[0]
-    proof = result["proof"]
-    assert [proof[f"indices_{what}"] for what in ("seen", "distinct", "expected")] == [128] * 3
     assert (result["steps"], result["samples_seen"], result["dropped_per_epoch"]) == (1, 128, 64)
 
 
-def read_twice(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """As `trained`, with a sampler that gives rank 1 the share of rank 0."""
-    from src.data.sampling import TrainRequests
-
-    whole = TrainRequests.shard
-    TrainRequests.shard = lambda self: (setattr(self, "rank", 0), whole(self))[1]  # type: ignore[method-assign]
-    return trained(ranks, store, folder, *overrides)
-
-
-def test_shares_that_overlap_are_counted_as_such(tmp_path: Path) -> None:
-    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
-    proof = in_ranks(read_twice, 2, str(tmp_path / "run"), *words)[0]["proof"]
-    assert [proof[f"indices_{what}"] for what in ("seen", "distinct", "expected")] == [192, 96, 192]
-
-
 def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
-    """As `trained`, with a rank that computes 20 ms longer in every step."""
-    from src.training import loop
+    """Train like `trained`, but let one rank compute 20 ms longer in every step."""
+    from src.train import loop
 
-    update = loop._update
+    update = loop._step_optimizer
 
     def slower(state: Any) -> None:
         update(state)
         time.sleep(0.02 if ranks.rank == slow else 0)
 
-    loop._update = slower  # type: ignore[assignment]
+    loop._step_optimizer = slower
     return trained(ranks, store, folder, *overrides)
 
 
 @pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_computes_longer_stands_out(tmp_path: Path, slow: int) -> None:
-    """All ranks take as long for a step: what the others wait is no computing of theirs."""
+def test_slow_rank_has_longer_compute_time(tmp_path: Path, slow: int) -> None:
+    """The step time is the same on all ranks, but waiting for the slow rank does not count as compute time."""
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
     assert ranks[slow]["compute_ms"] > ranks[1 - slow]["compute_ms"] + 10
 
 
 def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
-    """(all, exposed) seconds per step of a model whose buckets take `delay` longer to reduce, after a warm-up."""
+    """Return (total, exposed) communication seconds per step when each bucket takes `delay` longer, after a warm-up."""
     import torch.distributed as dist
 
     strategy = build_strategy(
@@ -140,11 +125,11 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     )
     assert isinstance(strategy, Distributed)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity()) for _ in range(blocks)]
-    wrapped = strategy.wrap(nn.Sequential(*layers), nn.CrossEntropyLoss(), None)
-    assert isinstance(wrapped, ReportingParallel)
+    wrapped = strategy.wrap(TrainStep(nn.Sequential(*layers), nn.CrossEntropyLoss()))
+    assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
-        """Of another thread, as communication is: what the hook itself sleeps holds up the backward pass."""
+        """Delay the reduction in a separate thread, because a sleep in the hook would block the backward pass."""
         tensor, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
         work = dist.all_reduce(tensor, async_op=True)
 
@@ -157,20 +142,20 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
 
     hook.__annotations__.clear()  # torch wants its own types, not their names
     wrapped.register_comm_hook(None, hook)  # type: ignore[operator]
-    steps = [0]
+    steps, communication = [0], strategy.communication(wrapped)
     for step in range(11):
         steps[0] = step
         if step == 5:  # what the steps before have left is read when the next one begins
-            strategy.window_opens(wrapped)
-        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)).backward()
-    found = strategy.communication_seconds(wrapped)
+            communication.start_measuring()
+        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
+    measured = communication.seconds()
     strategy.close()
-    assert found is not None
-    return found
+    assert measured is not None
+    return measured
 
 
 @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_communication_agrees_with_a_hook_of_known_delay(norm: bool) -> None:
+def test_communication_time_matches_known_delay_of_hook(norm: bool) -> None:
     for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
         assert whole == pytest.approx(0.4, rel=0.1)
         assert exposed == pytest.approx(0.4, rel=0.1)
@@ -179,28 +164,30 @@ def test_communication_agrees_with_a_hook_of_known_delay(norm: bool) -> None:
 def alone(ranks: Ranks, store: Any) -> Any:
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
-    strategy.window_opens(wrapped)
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
+    communication = strategy.communication(wrapped)
+    communication.start_measuring()
     for _ in range(3):
-        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)).backward()
-    found = strategy.communication_seconds(wrapped), strategy.communication_bytes(model, wrapped, 1)
+        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
+    measured = communication.seconds(), communication.bytes(model, 1)
     strategy.close()
-    return found
+    return measured
 
 
-def test_one_rank_communicates_nothing() -> None:
+def test_single_rank_reports_zero_communication() -> None:
     assert in_ranks(alone, 1) == [((0.0, 0.0), (0, 0))]
 
 
 def bytes_of(ranks: Ranks, store: Any, *overrides: str) -> Any:
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2", *overrides).parallel, ranks, store)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    found = [strategy.communication_bytes(model, strategy.wrap(model, nn.CrossEntropyLoss(), None), n) for n in (1, 4)]
+    communication = strategy.communication(strategy.wrap(TrainStep(model, nn.CrossEntropyLoss())))
+    measured = [communication.bytes(model, accumulate) for accumulate in (1, 4)]
     strategy.close()
-    return found
+    return measured
 
 
-def test_ddp_moves_gradients_once_a_step_however_many_batches_it_has() -> None:
+def test_ddp_sends_gradients_once_per_step_with_accumulation() -> None:
     gradients, buffers = 4 * (72 + 16), 4 * 16 + 8
     expected = (gradients, gradients + buffers)
     assert in_ranks(bytes_of, 2, "parallel.broadcast_buffers=true")[0] == [expected, expected]
@@ -208,21 +195,21 @@ def test_ddp_moves_gradients_once_a_step_however_many_batches_it_has() -> None:
 
 
 def usage(**changes: float) -> dict[str, Any]:
-    """A rank that kept one of two processors busy for ten seconds."""
+    """Return the CPU times of a rank that kept one of two processors busy for ten seconds."""
     quiet = {"wall": 10.0, "own": 10.0, "busy": 10.2, "stolen": 0.0, "all": 20.0, "ran": 9.9, "queued": 0.05}
     return quiet | changes | {"host": "here"}
 
 
-def test_the_guard_tells_its_own_work_from_that_of_others() -> None:
-    found = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
-    assert found["load"] == 0.0, "two ranks of one host: both are this run's own"
-    found = guard({"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], [])
-    assert (found["load"], found["steal"], found["cpu_per_thread"]) == (1.0, 0.05, 0.4)
-    assert found["halves_ratio"] == pytest.approx(0.9)
+def test_disturbance_guard_distinguishes_run_from_other_programs() -> None:
+    measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
+    assert measured["load"] == 0.0, "expected zero load by other programs, because both ranks belong to this run"
+    measured = guard({"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], [])
+    assert (measured["load"], measured["steal"], measured["cpu_per_thread"]) == (1.0, 0.05, 0.4)
+    assert measured["halves_ratio"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reasons"),
     [
         ({}, []),
         ({"load": 1.0}, ["other programs kept 1.0 of 2 processors busy"]),
@@ -235,12 +222,12 @@ def test_the_guard_tells_its_own_work_from_that_of_others() -> None:
         (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
     ],
 )
-def test_flags_say_what_may_have_disturbed_a_figure(changes: dict[str, Any], said: list[str]) -> None:
-    assert flags(QUIET | changes, 100) == said
+def test_flags_name_each_disturbance(changes: dict[str, Any], reasons: list[str]) -> None:
+    assert flags(QUIET | changes, 100) == reasons
 
 
 class Nvml:
-    """A driver that answers some questions about its one device, a little hotter each time."""
+    """Fake NVML with one device that supports only some queries; the temperature rises with each query."""
 
     NVMLError = type("NVMLError", (Exception,), {})
 
@@ -260,7 +247,7 @@ class Nvml:
 
 
 @pytest.mark.parametrize(
-    ("answers", "found"),
+    ("answers", "measured"),
     [
         ({}, None),
         (
@@ -280,19 +267,19 @@ class Nvml:
         ),
     ],
 )
-def test_temperature_and_clocks_are_known_where_nvml_has_them(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], found: dict[str, Any] | None
+def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], measured: dict[str, Any] | None
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
     gpu = Gpu("GPU-1")
     for _ in range(3):
         gpu.sample()
-    assert gpu.state() == found
+    assert gpu.state() == measured
 
 
 @pytest.mark.processes
-def test_the_peak_memory_of_a_rank_is_its_own_and_not_that_of_its_launcher() -> None:
-    """Linux's ru_maxrss begins with what the parent held."""
+def test_peak_memory_of_rank_excludes_memory_of_launcher() -> None:
+    """On Linux, ru_maxrss starts at the memory use of the parent process."""
     held = bytearray(300 * 2**20)
     code = "from src.engine.machine.platform import peak_memory; print(peak_memory())"
     done = subprocess.run(
@@ -303,8 +290,8 @@ def test_the_peak_memory_of_a_rank_is_its_own_and_not_that_of_its_launcher() -> 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_throughput_from_a_folder_of_jpegs_is_that_of_the_clock(train: Train, tmp_path: Path) -> None:
-    """Loader workers deliver in bursts, of which a median sees the quick half only."""
+def test_throughput_on_jpeg_folder_matches_time_between_logged_steps(train: Train, tmp_path: Path) -> None:
+    """Loader workers deliver batches in bursts, so a median step time would be too short."""
     import numpy as np
     from PIL import Image
 

@@ -1,8 +1,14 @@
-"""Several nodes are one run: who is who, what each of them has, and tensors that reach all of them."""
+"""Runs on several nodes: rank environments, node inventories, shared config and shared tensors."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import json
+import signal
+import threading
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,12 +17,16 @@ import pytest
 import torch
 from conftest import in_ranks, resolved
 
-from src.engine.config.compose import freeze
-from src.engine.launch import node, torchrun
-from src.engine.launch.nodes import Facts, fit_to_nodes
+import train as entry
+from src.engine.config.compose import save_config
+from src.engine.launch import node, nodes, torchrun
+from src.engine.launch.nodes import NodeInventory, collect_inventories, fit_to_nodes, publish_inventory
 from src.engine.launch.rendezvous import listen_towards
-from src.engine.machine.ranks import Place, Ranks, ranks_from_environment, tasks_per_node
-from src.parallel.packing import as_bytes, pack, unpack
+from src.engine.launch.supervisor import RankExits
+from src.engine.machine.lock import lock_folder
+from src.engine.machine.ranks import NodeAddress, Ranks, ranks_from_environment, tasks_per_node
+from src.engine.machine.signals import stop_handler
+from src.engine.record.result import read_result
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,42 +50,44 @@ TORCHRUN = {
 }
 
 
-def test_a_task_of_srun_knows_its_place() -> None:
+def test_srun_task_reads_rank_from_environment() -> None:
     assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
 
 
-def test_what_an_agent_says_counts_before_what_srun_says() -> None:
-    """One task per node, each of which starts ranks of its own."""
+def test_torchrun_variables_override_srun_variables() -> None:
+    """srun starts one task per node, and each task is a torchrun agent that starts ranks."""
     place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
     assert ranks_from_environment(SRUN | TORCHRUN) == place
     assert ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}) == place
 
 
-@pytest.mark.parametrize("one", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}])
-def test_one_task_is_an_ordinary_run(one: dict[str, str]) -> None:
-    assert ranks_from_environment(one) is None
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
+)
+def test_single_task_is_not_treated_as_rank(environment: dict[str, str]) -> None:
+    assert ranks_from_environment(environment) is None
 
 
 @pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
-def test_half_of_what_srun_says_is_refused_by_name(missing: str) -> None:
+def test_error_names_missing_srun_variable(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
 
 
 @pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])])
-def test_slurm_s_way_to_count_tasks(text: str, counts: list[int]) -> None:
+def test_tasks_per_node_parses_slurm_notation(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
 
 
-def facts(*nodes: tuple[int, int, int]) -> list[Facts]:
-    """(ranks, cores, CUDA devices) of each node, one process each."""
+def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
+    """Return one inventory per node from its (ranks, cores, CUDA devices)."""
     return [
-        Facts(node, f"host{node}", ranks, list(range(cores)), [f"gpu{node}{index}" for index in range(devices)])
+        NodeInventory(node, f"host{node}", ranks, list(range(cores)), [f"gpu{node}{index}" for index in range(devices)])
         for node, (ranks, cores, devices) in enumerate(nodes)
     ]
 
 
-def test_threads_follow_the_node_with_the_fewest_cores() -> None:
+def test_automatic_threads_follow_node_with_fewest_cores() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device = "auto"
@@ -87,18 +99,18 @@ def test_threads_follow_the_node_with_the_fewest_cores() -> None:
     assert config.parallel.threads_per_device == 3
 
 
-def test_tasks_of_srun_that_have_a_core_and_a_device_each_are_counted_together() -> None:
+def test_srun_tasks_on_one_node_share_cores_and_devices() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = "auto", "cuda", "nccl"
-    tasks = [Facts(0, "host", 2, [0, 1, 2], ["gpu0"]), Facts(0, "host", 2, [3, 4, 5], ["gpu1"])]
+    tasks = [NodeInventory(0, "host", 2, [0, 1, 2], ["gpu0"]), NodeInventory(0, "host", 2, [3, 4, 5], ["gpu1"])]
     fit_to_nodes(config, asked, tasks)
     assert config.parallel.threads_per_device == 3
     with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
         fit_to_nodes(config, asked, [tasks[0], tasks[0]])
 
 
-def test_a_node_without_the_devices_is_named() -> None:
+def test_error_names_host_without_cuda_devices() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.accelerator = "auto"
@@ -109,28 +121,164 @@ def test_a_node_without_the_devices_is_named() -> None:
         fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
-def test_loopback_leads_to_another_node_only_where_its_address_says_so() -> None:
-    """As 127.0.0.1 of two nodes that are one machine; a node's own name often leads there, and no name at all does."""
+def test_listen_towards_uses_loopback_only_for_loopback_address() -> None:
+    """127.0.0.1 is for simulated nodes on one machine; a host name or empty name that resolves to it is not."""
     assert set(listen_towards("127.0.0.1").values()) == {"lo"}
     assert listen_towards("localhost") == listen_towards("") == {}
 
 
-def test_a_restart_goes_on_in_the_folder_of_its_own_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job may have had the same --rdzv-id; and the first attempt may have failed before it had a folder."""
+def test_restarted_ranks_reuse_only_folder_of_their_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs may have the same --rdzv-id, and the first attempt may have failed before it created a folder."""
     from torch.distributed import HashStore, PrefixStore
 
     first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "101")
-    monkeypatch.setattr(torchrun, "_run_and_say", lambda *given: 0)
-    for job in ("one", "other"):
+    monkeypatch.setattr(torchrun, "_run_and_report", lambda *given: 0)
+    for job in ("first", "second"):
         agent = HashStore()
         monkeypatch.setattr(
             torchrun, "open_store", lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent)
         )
         assert torchrun.remembered_folder(second) is None
-        torchrun.lead(lambda *given: None, resolved("parallel=ddp", "parallel.devices=2"), tmp_path / job, first)
+        torchrun.run_rank_zero(
+            lambda *given: None, resolved("parallel=ddp", "parallel.devices=2"), tmp_path / job, first
+        )
         assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
         assert torchrun.remembered_folder(first) is None
+
+
+TORCH = version("torch")  # as installed, without the build that torch.__version__ adds
+ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
+
+
+def test_node_inventory_lists_arguments_libraries_and_code_files() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    publish_inventory(store, 0, 0, 1, ARGUMENTS)
+    software = collect_inventories(store, 1, 5)[0].software
+    assert (software["train.epochs"], software["torch"]) == ("4", TORCH)
+    assert {"train.py", "src/schema.py", "src/engine/launch/nodes.py"} <= set(software)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("train.epochs", "8", ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)")),
+        ("nonsense.key", "3", ("nonsense.key=(none) on node 0", "nonsense.key=3 on node 2 (host2)")),
+        ("torch", "1.0", (f"torch={TORCH} on node 0", "torch=1.0 on node 2")),
+        ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
+    ],
+)
+def test_error_names_hosts_and_first_software_difference(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, parts: tuple[str, ...]
+) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    for node_ in range(3):
+        monkeypatch.setattr(nodes, "host_name", lambda node_=node_: f"host{node_}")
+        publish_inventory(store, node_, node_, 1, ARGUMENTS)
+    third = collect_inventories(store, 3, 5)[2]
+    third.software[key] = value
+    store.set("facts/2", json.dumps(asdict(third)))
+    with pytest.raises(ValueError, match="give all nodes the same") as refusal:
+        collect_inventories(store, 3, 5)
+    assert all(part in str(refusal.value) for part in parts)
+
+
+def test_only_first_rank_of_each_node_reports_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr("sys.argv", ["train.py", *ARGUMENTS])
+    store, places = HashStore(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    for rank, local_rank, node_ in places:
+        torchrun._publish_inventory_of(Ranks(rank, 4, local_rank, 2, node=node_, nodes=2), store)
+    epochs = [fact.software.get("train.epochs") for fact in collect_inventories(store, 4, 5)]
+    assert epochs == ["4", None, "4", None]
+    torchrun._publish_inventory_of(Ranks(0, 1), store)
+    assert collect_inventories(store, 1, 5)[0].software == {}, (
+        "expected no software list for a single node, which needs no comparison"
+    )
+
+
+def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
+    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1")
+    since = time.monotonic()
+    with pytest.raises(ValueError, match=r"^rank 1 of 2: .* parallel\.start_timeout=1 s"):
+        torchrun.negotiate(config, config.parallel, Ranks(0, 2, 0, 1, node=0, nodes=2))
+    assert time.monotonic() - since < 10
+
+
+@pytest.mark.parametrize(("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)])
+def test_config_error_is_printed_once_per_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: tuple[int, ...], is_printed: bool
+) -> None:
+    """Rank 0 prints the error on node 0, and the first rank of each other node prints it there."""
+    from torch.distributed import HashStore
+
+    store, ranks = HashStore(), Ranks(*place)
+    monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
+    monkeypatch.setattr(entry, "ranks_from_environment", lambda environment: ranks)
+    store.set("left/1", "")  # the other rank has read the refusal, so rank 0 does not wait
+    torchrun.refuse_followers(Ranks(0, 2), "train.epochs=0: expected an integer >= 1")
+    assert entry.main() == 2
+    refused = "train.py: train.epochs=0: expected an integer >= 1\n"
+    assert capsys.readouterr().err == (refused if is_printed else "")
+
+
+def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
+    from src.parallel import build_strategy
+    from src.train.build import RunParts
+
+    config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
+    if ranks.rank == 1:
+        config.data.kwargs = {"num_classes": {"num_classes": 9}, "num_samples": {"num_samples": 2047}}.get(change, {})
+    if change == "labels":
+        shift_synthetic_labels(ranks.rank)
+    strategy = build_strategy(config.parallel, ranks, store)
+    try:
+        RunParts(config, strategy)
+    except ValueError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+def shift_synthetic_labels(number: int) -> None:
+    """Add `number` to the labels in the process of this rank, which ends with the test."""
+    from src.data.datasets import Synthetic
+
+    ordinary = Synthetic._split
+
+    def split(self: Any, *given: Any) -> Any:
+        made = ordinary(self, *given)
+        made.labels = (made.labels + number) % 10
+        return made
+
+    Synthetic._split = split  # type: ignore[method-assign]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("", ""),
+        ("num_classes", "class 9=class_9 on rank 0"),
+        ("num_samples", "train images=2048 on rank 0"),
+        ("labels", "train names and labels="),
+    ],
+)
+def test_ranks_refuse_data_that_differs_from_rank_0(change: str, part: str) -> None:
+    first, second = in_ranks(_build_other_data, 2, change)
+    assert first == second
+    assert part in first and bool(first) == bool(change)
+    assert not change or ("on rank 0 (" in first and "on rank 1 (" in first)
 
 
 STATE: dict[str, Any] = {
@@ -142,53 +290,40 @@ STATE: dict[str, Any] = {
 }
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
-
-
-def test_a_state_is_put_together_as_it_was() -> None:
-    tensors: list[torch.Tensor] = []
-    shape = pack(STATE, tensors)
-    sent = iter(tensors)
-
-    def receive(dtype: torch.dtype, size: list[int]) -> torch.Tensor:
-        tensor = torch.empty(size, dtype=dtype)
-        as_bytes(tensor).copy_(as_bytes(next(sent).contiguous()))
-        return tensor
-
-    assert same(STATE, unpack(shape, receive))
+def same(first: Any, other: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
+    if isinstance(first, dict):
+        return list(first) == list(other) and all(same(first[key], other[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(other) and all(same(a, b) for a, b in zip(first, other, strict=True))
+    return bool(first == other)
 
 
 def _share(ranks: Ranks, store: Store) -> bool:
     from src.parallel import build_strategy
 
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
-    got = strategy.share_state(STATE if ranks.rank == 0 else None)
+    got = strategy.group.share_state(STATE if ranks.rank == 0 else None)
     strategy.close()
     return same(STATE, got)
 
 
 @pytest.mark.processes
-def test_rank_0_s_state_reaches_the_other_ranks() -> None:
+def test_share_state_sends_rank_0_state_to_all_ranks() -> None:
     assert in_ranks(_share, 2) == [True, True]
 
 
-def _train(ranks: Ranks, store: Store, folder: str, words: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+def _train(ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
     from pathlib import Path
 
     from src.engine.record.result import read_result
-    from src.run.lifecycle import Training
+    from src.train.run import Trainer
 
-    config = resolved("parallel=ddp", "parallel.devices=2", "train.evaluate_every=0", "data.limit_train=64", *words)
-    run = Training(config, Path(folder), ranks, store)
+    config = resolved("parallel=ddp", "parallel.devices=2", "train.evaluate_every=0", "data.limit_train=64", *overrides)
+    run = Trainer(config, Path(folder), ranks, store)
     if ranks.rank == 1:
-        run.saved_at -= 1e6  # its clock says that it is high time; rank 0's decides
+        run.saved_at -= 1e6  # by its clock a save is overdue; only rank 0's clock counts
     saved: list[int] = []
     ordinary = run.save
 
@@ -205,41 +340,118 @@ def _train(ranks: Ranks, store: Store, folder: str, words: tuple[str, ...]) -> t
 @pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
-def test_a_hook_sends_half_the_bytes_and_says_so(tmp_path: Any, hook: str, bytes_per_value: int) -> None:
-    found, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
-    assert found[0]["bytes_per_step"] == bytes_per_value * found[0]["parameters"]
+def test_comm_hook_halves_recorded_communication_bytes(tmp_path: Any, hook: str, bytes_per_value: int) -> None:
+    results, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
+    assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
 
 
 @pytest.mark.processes
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
-def test_rank_0_s_clock_decides_when_minutes_are_over(tmp_path: Any, minutes: str, steps: list[int]) -> None:
-    words = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")
-    (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), words)
+def test_checkpoint_every_minutes_follows_clock_of_rank_0(tmp_path: Any, minutes: str, steps: list[int]) -> None:
+    overrides = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")
+    (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), overrides)
     assert first == second == steps
 
 
 @pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
-def test_a_node_waits_for_the_first_one_as_long_as_the_job_says(
+def test_other_node_waits_for_node_0_up_to_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
 ) -> None:
-    """Where it sees the job's config; its own disk may have none yet."""
+    """The timeout comes from the config of the job; the default applies when the disk is not shared."""
     if is_seen:
-        freeze(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path)
+        save_config(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path)
     waited: list[float] = []
 
-    def find_nobody(place: Place, timeout: float) -> None:
+    def find_no_node_0(place: NodeAddress, timeout: float) -> None:
         waited.append(timeout)
         raise ValueError("no node 0")
 
-    monkeypatch.setattr(node, "find_place", lambda: Place(1, 2, "nodea", 29500))
-    monkeypatch.setattr(node, "Rendezvous", find_nobody)
+    monkeypatch.setattr(node, "find_address", lambda: NodeAddress(1, 2, "nodea", 29500))
+    monkeypatch.setattr(node, "Rendezvous", find_no_node_0)
     assert node.main(tmp_path / "run", tmp_path) == 2
     assert waited == [seconds]
 
 
+@pytest.fixture
+def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the run folder of requeued Slurm job 7, whose node 0 starts no ranks."""
+    save_config(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(node, "find_address", NodeAddress)
+    monkeypatch.setattr(node, "run_node_zero", lambda config, folder, place: 0)
+    monkeypatch.setattr(node, "POLL_SECONDS", 0.05)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
+def test_requeued_job_waits_until_previous_attempt_ends(
+    requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
+) -> None:
+    """The previous attempt still runs if only its slurmd died. The job requeues itself after start_timeout - 60 s."""
+    with ExitStack() as earlier:
+        earlier.enter_context(lock_folder(requeued))
+        release = threading.Timer(held_for, earlier.close)
+        release.start()
+        assert node.main(requeued, requeued) == code
+        release.join()
+    lines = capsys.readouterr().err.splitlines()
+    assert "of Slurm job 7" in lines[0] and "waiting up to 1 s" in lines[0]
+    assert len(lines) == (1 if code == 0 else 2)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")])
+def test_job_is_refused_when_its_folder_is_locked_by_another_job(
+    requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    with lock_folder(requeued):
+        monkeypatch.setenv(variable, value)
+        assert node.main(requeued, requeued) == 2
+
+
 @pytest.mark.parametrize(
-    ("words", "variable", "is_refused"),
+    ("restarts", "saved", "code"), [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)]
+)
+def test_job_warned_of_time_limit_is_requeued_only_after_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
+) -> None:
+    """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not progress."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_2.pt").touch()
+
+    def run_ranks(*given: Any) -> RankExits:
+        time.sleep(0.01)
+        if saved:
+            (tmp_path / "checkpoints" / saved).write_text("newer")
+        return RankExits(signal=10)
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    monkeypatch.setattr(node, "run_ranks", run_ranks)
+    assert node.run_node_zero(resolved("parallel=ddp", "parallel.devices=2"), tmp_path, NodeAddress()) == code
+    result = read_result(tmp_path)
+    assert result.status == ("failed" if code == 1 else "interrupted")
+    assert ("cluster.time" in result.reason) == (code == 1)
+
+
+@pytest.mark.parametrize(("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")])
+def test_time_limit_warning_is_recorded_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, code: int, status: str
+) -> None:
+    """Without a handler, the signal would kill a process that imports torch, and Slurm would requeue it forever."""
+    save_config(resolved("parallel=single"), tmp_path)
+    monkeypatch.setattr(node, "find_address", NodeAddress)
+    monkeypatch.setattr(stop_handler, "heard_at", None)
+    monkeypatch.setattr(node, "run_ranks", lambda *given: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    before = signal.getsignal(signal.SIGUSR1)
+    assert node.main(tmp_path, tmp_path) == code
+    assert read_result(tmp_path).status == status
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "is_refused"),
     [
         ("torchrun --nnodes=1:2 train.py", None, True),
         ("torchrun --nnodes 1:2 --nproc-per-node 1 train.py", None, True),
@@ -250,33 +462,14 @@ def test_a_node_waits_for_the_first_one_as_long_as_the_job_says(
         ("torchrun train.py", None, False),
     ],
 )
-def test_a_changing_number_of_nodes_is_refused(
-    monkeypatch: pytest.MonkeyPatch, words: str, variable: str | None, is_refused: bool
+def test_elastic_nnodes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
 ) -> None:
-    """torchrun would start the ranks again whenever a node comes or goes, and count no restart."""
+    """torchrun would restart the ranks whenever a node joins or leaves, without counting a restart."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=words.split))
+    monkeypatch.setattr(torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=command.split))
     monkeypatch.delenv("PET_NNODES", raising=False)
     if variable is not None:
         monkeypatch.setenv("PET_NNODES", variable)
-    with pytest.raises(ValueError, match=r"--nnodes=1:.: a run has one number") if is_refused else nullcontext():
+    with pytest.raises(ValueError, match=r"--nnodes=1:.") if is_refused else nullcontext():
         torchrun._refuse_elastic_nodes()
-
-
-@pytest.mark.parametrize(
-    ("signals", "job", "is_told"),
-    [("SIGTERM,SIGINT", "7", True), ("SIGTERM,SIGUSR1", "7", False), ("SIGTERM", None, False), (None, "7", False)],
-)
-def test_torchrun_that_would_die_of_slurms_warning_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    signals: str | None,
-    job: str | None,
-    is_told: bool,
-) -> None:
-    for name, value in (("TORCHELASTIC_SIGNALS_TO_HANDLE", signals), ("SLURM_JOB_ID", job)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    torchrun._advise_on_signals()
-    assert ("--signals-to-handle SIGTERM,SIGINT,SIGUSR1" in capsys.readouterr().err) == is_told

@@ -1,4 +1,4 @@
-"""timm's optimizers move the weights or are refused by name, and its schedules are what their formulas say."""
+"""timm optimizers update the weights or fail with an error that names them; timm schedules match their formulas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from conftest import resolved
 from torch import nn
 
-from src.engine.config.names import timm_optimizers
-from src.training.optim import build_optimizer, build_schedule
+from src.engine.config.suggest import timm_optimizers
+from src.train.optim import build_optimizer, build_schedule
 
-HERE_WITHOUT = (  # Apex and bitsandbytes want CUDA and packages of their own
+HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
     *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
     *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
 )
@@ -28,12 +28,13 @@ QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
         for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
     ],
 )
-def test_every_optimizer_of_timm_moves_the_weights(opt: str) -> None:
+def test_timm_optimizer_updates_the_weights(opt: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    for _ in range(2):  # some only look around in their first step
+    # Some optimizers do not change the weights in their first step.
+    for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 8, 8)).square().mean().backward()
         optimizer.step()
@@ -41,14 +42,14 @@ def test_every_optimizer_of_timm_moves_the_weights(opt: str) -> None:
 
 
 @pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
-def test_an_optimizer_that_cannot_be_had_here_is_refused_by_name(opt: str) -> None:
+def test_optimizer_is_refused_when_its_package_is_missing(opt: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("Apex or bitsandbytes may work here")
     with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
         build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
 
 
-def test_norms_and_biases_are_not_decayed() -> None:
+def test_norms_and_biases_have_no_weight_decay() -> None:
     model = timm.create_model("test_vit")
     optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -58,16 +59,16 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 
 def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
-    """The rate of every step of a training of 10 epochs."""
+    """Return the learning rate of every step of a 10-epoch training."""
     config = resolved("train.epochs=10", "optim.lr=1.0", "optim.warmup_epochs=2", "optim.warmup_lr=0.1", *overrides)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     assert schedule is not None
-    found = []
+    actual = []
     for step in range(1, (steps or 10 * steps_per_epoch) + 1):
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         schedule.step_update(step)
-    return [*found, optimizer.param_groups[0]["lr"]]
+    return [*actual, optimizer.param_groups[0]["lr"]]
 
 
 @pytest.mark.parametrize(
@@ -82,19 +83,32 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
         (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
         (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
         (("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"), {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25}),
-        # timm drops one step before the milestone, and means to
+        # timm drops the rate one step before the milestone, on purpose.
         (("optim.sched=multistep", "optim.decay_milestones=[4,7]"), {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01}),
         (("optim.sched=wsd", "optim.decay_epochs=4"), {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0}),
         (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
     ],
 )
-def test_a_schedule_is_what_its_formula_says(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
-    found = rates(*overrides)
-    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-6)
+def test_schedule_matches_its_formula(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
+    actual = rates(*overrides)
+    assert {step: actual[step] for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("decay_epochs", [0.5, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("sched", ["wsd", "rsqrt"])
+def test_decay_epochs_below_1_count_as_epochs(sched: str, decay_epochs: float) -> None:
+    """The learning rate warms up for 20 steps, is constant (wsd) or falls (rsqrt), and decays at the end."""
+    actual = rates(f"optim.sched={sched}", f"optim.decay_epochs={decay_epochs}", "optim.cooldown_epochs=1")
+    decay_starts = 90 - 10 * decay_epochs
+    for step in range(20, 101):
+        stable = 1.0 if sched == "wsd" else (1 + (step - 20) / 20) ** -0.5
+        share = min(1.0, max(0.0, step - decay_starts) / (10 * decay_epochs))
+        left = 1 - math.sqrt(share) if sched == "wsd" else 1 - share
+        assert actual[step] == pytest.approx(stable * left, abs=1e-6), f"step {step}"
 
 
 @pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
-def test_a_schedule_is_the_same_for_any_number_of_steps_in_an_epoch(sched: str) -> None:
-    """More accumulation, or a larger batch: fewer steps, the same curve over epochs."""
+def test_schedule_does_not_depend_on_steps_per_epoch(sched: str) -> None:
+    """More accumulation or a larger batch gives fewer steps per epoch, but the same curve over epochs."""
     few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
     assert few == pytest.approx(many[::4], abs=0.02)

@@ -1,6 +1,6 @@
-"""Every option of every group composes and runs a step, and a finished run's config.yaml runs again.
+"""Every option of every config group composes and trains one step, and the config.yaml of a run reproduces the run.
 
-The command's own path is taken from `train.main` on, in this process; only the ranks differ: they are warm.
+`train.main` runs in this process; the ranks are forked from a server process that has imported torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conftest import warm_ranks
 from hydra._internal.utils import get_args_parser
 
 import train
-from src.engine.config.compose import compose_command, read_frozen
+from src.engine.config.compose import compose_command, load_config
 from src.engine.launch import job
 from src.engine.machine.files import claim_folder
 from src.engine.machine.ranks import NEEDED
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "conf").glob("*/*.yaml")
-    if path.parent.name != "local"
+    if path.parent.name not in ("local", "hydra")
     and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
     and path.stem != "profile"  # which needs more than a step: test_profile.py
 )
-# One of each kind of group; every other option is for `make test-all`.
+# An option of several groups; `make test-all` tests all.
 QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"))
 ONE_STEP = (
     "train.max_steps=1",
@@ -48,7 +48,7 @@ RunCommand = Callable[..., None]
 
 @pytest.fixture
 def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCommand:
-    """`python train.py …`, which must end well; with `-m` the first point of the sweep that can run here, alone."""
+    """Return a function that runs `python train.py …`; with `-m`, only the first job that can run on this machine."""
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -64,15 +64,15 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
             monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
             code = train.main()
         console = folder / "console.txt"
-        said = [*capfd.readouterr(), console.read_text(encoding="utf-8") if console.exists() else ""]
-        assert code == 0, "\n".join(said)
+        output = [*capfd.readouterr(), console.read_text(encoding="utf-8") if console.exists() else ""]
+        assert code == 0, "\n".join(output)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of one JPEG and seven PNG files each, of unequal sizes; the same in a tar per split."""
+    """Two classes with a JPEG and seven PNG files each, of different sizes; also as a tar per split and as a CSV."""
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -85,6 +85,9 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Image.new("RGB", (24 + number, 20), colour).save(root / split / name / f"{number}.{suffix}")
         with tarfile.open(root / f"{split}.tar", "w") as archive:
             archive.add(root / split, arcname=".")
+    files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*/*"))
+    lines = ["file,label", *(f"{file},{file.split('/')[1]}" for file in files)]
+    (root / "labels.csv").write_text("\n".join(lines) + "\n")
     return root
 
 
@@ -92,8 +95,13 @@ def result_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-# A recipe keeps its model and all its settings, on eight images of a size that does not take hours here.
+# A recipe keeps its model and settings, but has eight small images.
 STAND_INS = {
+    "imagenet_resnet50_a1": ("data.image_size=64", "parallel.devices=2"),
+    "imagenet_resnet50_a2": ("data.image_size=64", "parallel.devices=2"),
+    "finetune": ("data.image_size=32", "data.val_fraction=null", "model.pretrained=false"),
+    "finetune_convnext_tiny": ("data.image_size=32", "model.pretrained=false"),
+    "finetune_swin_tiny": ("data.image_size=224", "model.pretrained=false"),
     "imagenet_resnet50_a3": ("data.image_size=64", "data.eval_image_size=96", "parallel.devices=2"),
     "imagenet_vit_small": ("data.image_size=32", "parallel.devices=2"),
     "cifar10_resnet18": ("data.name=folder",),
@@ -101,7 +109,7 @@ STAND_INS = {
 
 
 def words_for(group: str, option: str, images: Path) -> list[str]:
-    """The command that tries one option, as its file's own comment says it, made small."""
+    """Return a small command for an option, with -m if the example command in its file has -m."""
     shortened = () if option in STAND_INS else ("train.epochs=2", "optim.warmup_epochs=0")
     words = [f"{group}={option}", *ONE_STEP, *shortened]
     in_files = (f"data.root={images}", "data.batch_size=8", "data.workers=0")
@@ -117,6 +125,8 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
         words += [*in_files, "data.image_size=32"]
     elif (group, option) == ("data", "timm"):
         words += [*in_files, "data.image_size=32", "data.name=tar"]
+    elif (group, option) in (("data", "csv"), ("train", "multilabel")):
+        words += ["data=csv", *in_files, "data.image_size=32", "data.val_fraction=0.4"]
     elif group != "data":  # eight images to evaluate, instead of 540
         words += ["data=synthetic", "data.kwargs.num_samples=64"]
     text = (ROOT / "conf" / group / f"{option}.yaml").read_text(encoding="utf-8")
@@ -128,7 +138,7 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
     ("group", "option"),
     [pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow) for row in OPTIONS],
 )
-def test_an_option_runs_a_step(
+def test_config_group_option_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:
     folder = tmp_path / "run"
@@ -143,10 +153,12 @@ def test_an_option_runs_a_step(
         assert (result["world_size"], result["processes"]) == (2, 2)
     again = ["--config-path", str(folder), "--config-name", "config"]
     frozen = compose_command(get_args_parser().parse_args(again)).config
-    assert dataclasses.asdict(frozen) == dataclasses.asdict(read_frozen(folder)), "config.yaml is not what has run"
+    assert dataclasses.asdict(frozen) == dataclasses.asdict(load_config(folder)), (
+        "expected config.yaml to match the config of the run"
+    )
 
 
-def test_the_quick_options_are_options() -> None:
+def test_options_listed_as_quick_exist() -> None:
     assert set(QUICK) <= set(OPTIONS)
 
 
@@ -155,7 +167,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.processes
-def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: RunCommand, tmp_path: Path) -> None:
+def test_saved_config_reproduces_metrics_of_run(run_command: RunCommand, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = (
         "model=tiny",
@@ -174,14 +186,14 @@ def test_a_finished_runs_config_runs_again_with_the_same_numbers(run_command: Ru
     assert old["test"] == new["test"]
     assert old["parameters_hash"] == new["parameters_hash"]
     assert (new["steps"], new["status"]) == (3, "done")
-    assert read_frozen(first) == read_frozen(second)
-    assert files_below(first) == before, "the first run's folder has been touched"
+    assert load_config(first) == load_config(second)
+    assert files_below(first) == before, "expected unchanged files in the folder of the first run"
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_another_seed_gives_other_numbers(run_command: RunCommand, tmp_path: Path) -> None:
-    """Else the test above could not fail."""
+def test_metrics_change_with_a_different_seed(run_command: RunCommand, tmp_path: Path) -> None:
+    """If the seed had no effect, the test above could not fail."""
     run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")
     run_command(tmp_path / "two", "--config-path", str(tmp_path / "one"), "--config-name", "config", "seed=2")
     assert result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]

@@ -1,4 +1,4 @@
-"""After training: labels for files, and files for plain timm, both with the accuracy that was evaluated."""
+"""Prediction and export of a trained model. The accuracy of both matches the accuracy of the evaluation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,21 @@ from safetensors.torch import load_file
 
 from scripts import export as export_script
 from scripts import predict as predict_script
-from src.data.datasets import build_images
+from src.commands import export
+from src.commands.load import load_trained
+from src.commands.predict import Prediction, PredictionRequest, predict, write
+from src.data.datasets import build_dataset
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.schema import DataConfig, ParallelConfig
-from src.trained import export
-from src.trained.load import load_trained
-from src.trained.predict import Prediction, PredictionRequest, predict, write
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits' test split as <label>/<number>.png, and a file that is no image."""
+    """Save the test split of digits as <label>/<number>.png, and add an unreadable file."""
     folder = tmp_path_factory.mktemp("digits")
-    test = build_images(DataConfig(name="digits")).test
+    test = build_dataset(DataConfig(name="digits")).test
     for number in range(len(test)):
         image, label = test[number]
         (folder / str(int(label))).mkdir(exist_ok=True)
@@ -57,43 +58,45 @@ def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> list[Predict
     return predict(what, ranks, store)
 
 
-def share_right(found: list[Prediction]) -> float:
-    readable = [one for one in found if one.classes]
+def share_right(actual: list[Prediction]) -> float:
+    readable = [one for one in actual if one.classes]
     return sum(one.classes[0] == Path(one.path).parent.name for one in readable) / len(readable)
 
 
-def test_predictions_have_the_evaluated_accuracy(finished_run: Finished, digits: Path) -> None:
-    found = predict(wanted(finished_run.folder, digits), Ranks(), None)
-    assert share_right(found) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
-    assert [Path(one.path).name for one in found if not one.classes] == ["torn.png"]
-    assert [one.path for one in found] == sorted(str(path) for path in digits.rglob("*.png"))
-    for one in found:
+def test_predictions_match_the_evaluated_accuracy(finished_run: Finished, digits: Path) -> None:
+    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
+    assert [Path(one.path).name for one in actual if not one.classes] == ["torn.png"]
+    assert [one.path for one in actual] == sorted(str(path) for path in digits.rglob("*.png"))
+    for one in actual:
         assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) in (0, 3)
         assert all(0 <= share <= 1 for share in one.probabilities)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("parallel", "world"), [("dp", 1), ("ddp", 2), ("ddp", 3)])
-def test_every_strategy_predicts_the_same(finished_run: Finished, digits: Path, parallel: str, world: int) -> None:
+def test_predictions_are_equal_under_all_strategies(
+    finished_run: Finished, digits: Path, parallel: str, world: int
+) -> None:
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
     alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
-    for found in in_ranks(predicted, world, what):
-        assert [(one.path, one.classes[:1]) for one in found] == [(one.path, one.classes[:1]) for one in alone]
-        for one, other in zip(found, alone, strict=True):
+    for actual in in_ranks(predicted, world, what):
+        assert [(one.path, one.classes[:1]) for one in actual] == [(one.path, one.classes[:1]) for one in alone]
+        for one, other in zip(actual, alone, strict=True):
             assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
 
 
-def test_one_file_and_more_classes_than_there_are(finished_run: Finished, digits: Path) -> None:
+def test_prediction_lists_all_classes_when_topk_exceeds_their_number(finished_run: Finished, digits: Path) -> None:
     file = next((digits / "7").glob("*.png"))
-    (found,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
-    assert sorted(found.classes) == [str(n) for n in range(10)]
-    assert sum(found.probabilities) == pytest.approx(1, abs=1e-5)
+    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
+    assert sorted(actual.classes) == [str(n) for n in range(10)]
+    assert sum(actual.probabilities) == pytest.approx(1, abs=1e-5)
 
 
 FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.png", [], [])]
 
 
-def test_tables_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction_tables_are_valid_csv_json_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(FOUND, "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
@@ -107,17 +110,23 @@ def test_tables_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_command_predicts_under_ddp(train: Train, finished_run: Finished, digits: Path, tmp_path: Path) -> None:
-    words = [f"run={finished_run.folder}", f"images={digits}", "parallel=ddp", "devices=2", f"output={tmp_path}/x.csv"]
-    done = train.start_command([sys.executable, "scripts/predict.py", *words], tmp_path).finish()
+def test_predict_py_runs_under_ddp(train: Train, finished_run: Finished, digits: Path, tmp_path: Path) -> None:
+    overrides = [
+        f"run={finished_run.folder}",
+        f"images={digits}",
+        "parallel=ddp",
+        "devices=2",
+        f"output={tmp_path}/x.csv",
+    ]
+    done = train.start_command([sys.executable, "scripts/predict.py", *overrides], tmp_path).finish()
     assert done.returncode == 0, done.output
     assert done.stdout == "" and "271 images in" in done.stderr and "1 unreadable" in done.stderr
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 271
 
 
-def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else each of them would start ranks of its own, which write the same file."""
+def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Starting ranks in each task of srun would make all of them write the same file."""
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
     for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID"):
@@ -125,24 +134,24 @@ def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name, value in (("NUM_TASKS", "2"), ("NUM_NODES", "1"), ("TASKS_PER_NODE", "2")):
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     given: list[Ranks] = []
-    monkeypatch.setattr("src.engine.machine.process.die_with_parent", lambda: None)
-    monkeypatch.setattr("src.engine.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("ranks of its own"))
+    monkeypatch.setattr("src.engine.machine.process.kill_on_parent_exit", lambda: None)
+    monkeypatch.setattr("src.engine.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks"))
     monkeypatch.setattr("src.engine.launch.rendezvous.open_store", lambda ranks: None)
-    monkeypatch.setattr("src.trained.predict.predict", lambda request, ranks, store: given.append(ranks) or [])
+    monkeypatch.setattr("src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or [])
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "said"),
+    ("script", "overrides", "message"),
     [
-        (predict_script, ["images=x"], r"required: run"),
+        (predict_script, ["images=x"], r"required: --run"),
         (predict_script, ["run={run}", "images=nowhere"], r"images=nowhere: no such file or folder"),
         (predict_script, ["run={run}", "images={empty}"], r"images=.*: no image in this folder"),
         (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
-        (predict_script, ["run={run}", "images={digits}", "topk=0"], r"topk: '0' is no whole number from 1"),
-        (predict_script, ["run={run}", "images={digits}", "top=3"], r"top=3: unknown option; did you mean topk"),
+        (predict_script, ["run={run}", "images={digits}", "topk=0"], r"--topk: '0': expected an integer >= 1"),
+        (predict_script, ["run={run}", "images={digits}", "top=3"], r"unrecognized arguments: top=3"),
         (
             predict_script,
             ["run={run}", "images={digits}", "format=xml"],
@@ -151,25 +160,25 @@ def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         (predict_script, ["run={run}", "images={digits}", "weights=ema"], r"weights=ema"),
         (predict_script, ["run={run}", "images={digits}", "devices=2"], r"devices=2"),
         (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
-        (export_script, [], r"required: run"),
+        (export_script, [], r"required: --run"),
         (export_script, ["run={empty}"], r"no run folder|config\.yaml"),
         (export_script, ["run={run}", "format=onnx"], r"format: invalid choice: 'onnx' .*safetensors.*torch_export"),
         (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
     ],
 )
-def test_bad_words_are_refused_in_a_line(
+def test_scripts_refuse_bad_arguments_in_one_line(
     finished_run: Finished,
     digits: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     script: Any,
-    words: list[str],
-    said: str,
+    overrides: list[str],
+    message: str,
 ) -> None:
     places = {"run": finished_run.folder, "digits": digits, "empty": tmp_path}
-    assert script.main([word.format(**places) for word in words]) == 2
+    assert script.main([word.format(**places) for word in overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(said, line), line
+    assert re.search(message, line), line
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +189,8 @@ def exported(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("way", ["folder", "checkpoint_path"])
-def test_plain_timm_loads_the_export_and_gives_the_evaluated_accuracy(
-    finished_run: Finished, exported: Path, way: str
-) -> None:
-    """As its user would: only the export's two files are known."""
+def test_export_loaded_by_timm_matches_the_evaluated_accuracy(finished_run: Finished, exported: Path, way: str) -> None:
+    """Load the model as a user would, from the two exported files."""
     config = json.loads((exported / "config.json").read_text())
     if way == "folder":
         model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
@@ -192,7 +199,7 @@ def test_plain_timm_loads_the_export_and_gives_the_evaluated_accuracy(
         model = timm.create_model(config["architecture"], checkpoint_path=path, **config["model_args"]).eval()
     assert config["label_names"] == [str(n) for n in range(10)]
     data = config["pretrained_cfg"]
-    test = build_images(DataConfig(name="digits")).test
+    test = build_dataset(DataConfig(name="digits")).test
     images = test.images.float().div(255).sub(data["mean"][0]).div(data["std"][0])
     with torch.inference_mode():
         right = model(images).argmax(1) == test.labels
@@ -200,8 +207,26 @@ def test_plain_timm_loads_the_export_and_gives_the_evaluated_accuracy(
     assert right.float().mean().item() == pytest.approx(finished_run.result["test"]["acc"], abs=1e-6)
 
 
-def test_the_program_of_torch_export_gives_the_same_for_any_batch(finished_run: Finished, tmp_path: Path) -> None:
+def test_export_names_what_the_transform_of_timm_ignores(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "EXIF" in lines[-1] and "16-bit" in lines[-1]
+
+
+def test_export_keeps_the_crop_mode(finished_run: Finished, tmp_path: Path) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.preprocessing = replace(trained.preprocessing, crop_mode="border")
+    export.export_safetensors(trained, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["crop_mode"] == "border"
+
+
+def test_torch_export_program_matches_the_model_for_any_batch_size(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]) == 0
+    assert "timm" not in capsys.readouterr().out
     program = torch.export.load(tmp_path / "model.pt2").module()
     model = load_trained(finished_run.folder, None, None, CPU).model
     for batch in (1, 5):
@@ -209,12 +234,13 @@ def test_the_program_of_torch_export_gives_the_same_for_any_batch(finished_run: 
         torch.testing.assert_close(program(images), model(images), atol=1e-5, rtol=1e-4)
 
 
-def test_an_export_that_is_not_the_model_is_not_handed_out(
+def test_export_exits_1_when_outputs_differ_from_checkpoint_outputs(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forgets_a_layer(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
-            model.head.weight[0] += 1  # what is written is not what was trained
+            # The written weights differ from the trained ones.
+            model.head.weight[0] += 1
         save_for_hf(model, folder, **more)
         with torch.no_grad():
             model.head.weight[0] -= 1
@@ -222,55 +248,57 @@ def test_an_export_that_is_not_the_model_is_not_handed_out(
     save_for_hf = export.save_for_hf
     monkeypatch.setattr(export, "save_for_hf", forgets_a_layer)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
-    assert "gives other outputs than the checkpoint" in capsys.readouterr().err
+    assert "outputs differ from the checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.processes
-def test_averaged_weights_are_what_is_taken_where_they_were_judged(tmp_path: Path) -> None:
-    words = ("model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic")
-    run = run_warm(tmp_path / "run", "parallel=single", *words)
-    judged = load_trained(run, None, None, CPU)
-    assert judged.weights == "ema"
+def test_load_uses_averaged_weights_when_the_checkpoint_metric_uses_them(tmp_path: Path) -> None:
+    overrides = ("model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic")
+    run = run_warm(tmp_path / "run", "parallel=single", *overrides)
+    loaded = load_trained(run, None, None, CPU)
+    assert loaded.weights == "ema"
     raw = load_trained(run, None, "model", CPU).model.state_dict()
-    assert any(not torch.equal(raw[name], tensor) for name, tensor in judged.model.state_dict().items())
+    assert any(not torch.equal(raw[name], tensor) for name, tensor in loaded.model.state_dict().items())
     assert export_script.main([f"run={run}"]) == 0
     written = load_file(run / "export" / "model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in judged.model.state_dict().items())
+    assert all(torch.equal(written[name], tensor) for name, tensor in loaded.model.state_dict().items())
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_own_model_is_exported_as_tensors(tmp_path: Path) -> None:
-    words = (
+def test_export_of_a_custom_model_writes_its_tensors(tmp_path: Path) -> None:
+    overrides = (
         "model=resnet18",
         "model.name=src.models.cifar_resnet.CifarResNet18",
         "data=synthetic",
         "data.image_size=8",
     )
     more = ("train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
-    run = run_warm(tmp_path / "run", "parallel=single", *words, *more)
+    run = run_warm(tmp_path / "run", "parallel=single", *overrides, *more)
     assert export_script.main([f"run={run}"]) == 0
     written = load_file(run / "export" / "model.safetensors")
     assert written.keys() == load_trained(run, None, None, CPU).model.state_dict().keys()
 
 
 @pytest.mark.processes
-def test_a_model_of_its_own_size_that_is_evaluated_in_another_is_found_again(tmp_path: Path) -> None:
-    """`data.eval_image_size` alone: training images have the model's size, and its position embedding too."""
+def test_load_keeps_the_model_image_size_when_only_eval_image_size_is_set(tmp_path: Path) -> None:
+    """`data.eval_image_size` alone changes neither the training image size nor the position embedding."""
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "images" / place).mkdir(parents=True)
         for number in range(2):
             Image.new("RGB", (20, 20), (99, 9, number)).save(tmp_path / "images" / place / f"{number}.png")
-    words = ("data=folder", f"data.root={tmp_path}/images", "data.image_size=null", "data.eval_image_size=240")
+    overrides = ("data=folder", f"data.root={tmp_path}/images", "data.image_size=null", "data.eval_image_size=240")
     more = ("+model.kwargs.dynamic_img_size=true", "data.limit_train=4", "data.batch_size=4", "data.workers=0")
-    run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *words, *more)
-    found = load_trained(run, None, None, CPU)
-    assert found.preprocessing.input_size == (3, 240, 240)
-    assert found.model.pos_embed.shape[1] == 1 + (224 // 8) ** 2
+    run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *overrides, *more)
+    actual = load_trained(run, None, None, CPU)
+    assert actual.preprocessing.input_size == (3, 240, 240)
+    assert actual.model.pos_embed.shape[1] == 1 + (224 // 8) ** 2
 
 
-def test_a_moved_run_folder_is_enough(finished_run: Finished, digits: Path, tmp_path: Path) -> None:
-    """Nothing of its data or of its old place is needed."""
+def test_moved_run_folder_predicts_and_exports_without_its_dataset(
+    finished_run: Finished, digits: Path, tmp_path: Path
+) -> None:
+    """Prediction and export need neither the dataset nor the original path of the run."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
     there, here = (predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder))

@@ -1,38 +1,40 @@
-"""The pages themselves: what they name exists, links lead somewhere, both languages say the same, tables are true."""
+"""Documentation pages: named files exist, links work, both languages agree, shown code runs and outputs are real."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import Train
+from PIL import Image
 
 from scripts import plan
-from scripts.maintain import docs_figures
 
 ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+IS_TEMPLATE = not (ROOT / ".template.json").exists()  # a fork has dropped pages and maintain/
+OUTPUT = re.compile(r"<!-- output of: (.*?)(?:\n +lines: (.*?))? -->\n```\n(.*?)```", re.DOTALL)
 
 
-def test_tree_of_the_readme_exists() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_file_tree_on_architecture_page_names_existing_files() -> None:
+    tree = text_of("docs/architecture.md").split("```")[1]
     names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
-    folders = [
-        ROOT,
-        ROOT / "src",
-        *(path for path in (ROOT / "src").rglob("*") if path.is_dir()),
-        ROOT / "scripts" / "maintain",
-    ]
+    folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").rglob("*") if path.is_dir())]
     for name in names:
         assert any((folder / name).exists() for folder in folders), name
-    shown = {Path(name).name for name in names}
     packages = {path.name for path in (ROOT / "src").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert all(f"{package}/" in tree for package in packages)
-    assert {path.name for path in (ROOT / "src").glob("*.py")} - {"__init__.py"} <= shown
-
-
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    assert "schema.py" in names
 
 
 def links_of(text: str) -> list[str]:
@@ -40,13 +42,13 @@ def links_of(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub generates from the headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_links_on_a_page_point_to_existing_files_and_headings(page: Path) -> None:
     for link in links_of(page.read_text(encoding="utf-8")):
         name, _, place = link.partition("#")
         target = page.parent / name if name else page
@@ -55,33 +57,53 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_scripts_and_targets_that_a_page_names_exist(page: Path) -> None:
+def test_page_is_linked_from_the_readme(page: Path) -> None:
+    if page.parent.name == "docs":
+        assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
+
+
+# The changelog also names what is gone.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_scripts_options_and_make_targets_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     scripts = re.findall(r"python (scripts/[\w/]+\.py)((?: +--[\w-]+(?: [\w.,]+)?)*)", text)
     for script, options in scripts:
         source = (ROOT / script).read_text(encoding="utf-8")
         for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source, (script, option)
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    files = [ROOT / "Makefile", *(ROOT / "scripts").glob("*/targets.mk")]
+    makefiles = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    targets = set(re.findall(r"^([a-z-]+):", makefiles, re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
 
 
-def test_the_readme_is_short_enough_to_be_read() -> None:
-    """A screen and a half: what does not fit has its page in docs/."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+def test_readme_is_at_most_110_lines() -> None:
+    assert len(text_of("README.md").splitlines()) <= 110
+
+
+# docs/extend.md holds the code of all its examples, and docs/keys.md is generated: a line per key.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ("extend.md", "keys.md")], ids=lambda page: page.name
+)
+def test_page_is_at_most_250_lines(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 250
 
 
 @pytest.mark.parametrize(
     ("first", "second"), [("README.md", "README.zh-CN.md"), ("docs/dp_and_ddp.md", "docs/dp_and_ddp.zh-CN.md")]
 )
-def test_both_languages_are_in_step(first: str, second: str) -> None:
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in (first, second))
-    shown = re.compile(r"^(?:make|python|torchrun|tensorboard) .*$|`((?:make|python|nvidia-smi) [^`]+)`", re.MULTILINE)
+def test_both_readmes_have_the_same_commands_tables_links_and_code(first: str, second: str) -> None:
+    english, chinese = text_of(first), text_of(second)
+    assert OUTPUT.findall(english) == OUTPUT.findall(chinese) != []
+    shown = re.compile(
+        r"^(?:make|python|torchrun|tensorboard) .*$|`((?:make|python|pip|nvidia-smi) [^`]+)`", re.MULTILINE
+    )
     commands = [
-        [(found[1] or found[0]).partition("#")[0].rstrip() for found in shown.finditer(text)]
+        [(match[1] or match[0]).partition("#")[0].rstrip() for match in shown.finditer(text)]
         for text in (english, chinese)
     ]
-    assert commands[0] == commands[1] and len(commands[0]) > 4
+    assert sorted(commands[0]) == sorted(commands[1])
+    assert len(commands[0]) > 4
     headings = [[len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)] for text in (english, chinese)]
     assert headings[0] == headings[1]
     rows = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
@@ -89,44 +111,131 @@ def test_both_languages_are_in_step(first: str, second: str) -> None:
     links = [
         {link.replace(".en.", ".").replace(".zh-CN.", ".") for link in links_of(text)} for text in (english, chinese)
     ]
-    assert links[0] == links[1] and len(links[0]) > 2
+    assert links[0] == links[1]
+    assert len(links[0]) > 2
+    blocks = [re.findall(r"```python\n.*?```", text, re.DOTALL) for text in (english, chinese)]
+    assert blocks[0] == blocks[1]
     code = [re.findall(r"`([\w./=]+)`", text) for text in (english, chinese)]
     assert sorted(code[0]) == sorted(code[1])
 
 
-def test_trees_of_both_languages_are_the_same() -> None:
-    trees = []
-    for name in ("README.md", "README.zh-CN.md"):
-        (tree,) = re.findall(
-            r"^```\n(train\.py .*?)```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-        )
-        trees.append([(line[:25], re.findall(r"[a-z_]+\.(?:py|md)", line)) for line in tree.splitlines()])
-    assert trees[0] == trees[1]
+def test_project_version_is_equal_in_all_files() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', text_of("pyproject.toml"), re.MULTILINE)
+    assert re.findall(r"^version: (.*)$", text_of("CITATION.cff"), re.MULTILINE) == [version]
+    assert f"## {version}" in text_of("CHANGELOG.md")
 
 
-@pytest.mark.parametrize("language", list(docs_figures.WORDS))
-def test_the_drawing_of_a_step_is_what_its_code_draws(language: str) -> None:
-    """`make docs-figures` was run since the code changed."""
-    assert (docs_figures.FIGURES / f"step.{language}.svg").read_text(encoding="utf-8") == docs_figures.draw_step(
-        language
+# --- outputs
+
+
+CAPTURED = [(page.name, *match) for page in PAGES for match in OUTPUT.findall(page.read_text(encoding="utf-8"))]
+
+
+def test_captured_outputs_are_complete_and_do_not_name_a_machine() -> None:
+    """A failure means that `make docs-outputs` was not run after an output block was added."""
+    assert len(CAPTURED) > 10
+    for page, command, lines, output in CAPTURED:
+        assert output.strip(), (page, command)
+        assert all(re.search(lines, line) for line in output.splitlines()), (page, command)
+        assert not re.search(r"/tmp/|/home/|/root/|/work/", output), (page, command)
+
+
+def test_every_output_block_on_a_page_names_its_command() -> None:
+    """Text that looks like output of a run or sweep, or like an error message, must be captured from a command."""
+    for page in PAGES:
+        rest = OUTPUT.sub("", page.read_text(encoding="utf-8"))
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", rest, re.MULTILINE | re.DOTALL)
+        typed = [block for language, block in blocks if not language and re.search("epoch |train.py:", block)]
+        assert typed == [], page.name
+
+
+REFUSALS = [row for row in CAPTURED if all(line.startswith("train.py: ") for line in row[3].splitlines())]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("page", "command", "lines", "output"), [row for row in REFUSALS if "auto" not in row[1]])
+def test_error_message_on_a_page_matches_command_output(
+    page: str, command: str, lines: str, output: str, tmp_path: Path
+) -> None:
+    (tmp_path / "flowers" / "train" / "daisy").mkdir(parents=True)
+    here = command.replace("/data/", f"{tmp_path}/").replace("python ", f"{shlex.quote(sys.executable)} ")
+    done = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr.replace(f"{tmp_path}/", "/data/") == output
+
+
+# --- code
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+
+
+def test_digits_script_writes_every_digit_into_its_class_folder(tmp_path: Path) -> None:
+    (script,) = python_blocks("docs/finetune.md")
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    files = list(tmp_path.rglob("*.jpg"))
+    assert len(files) == 1797
+    assert {path.parent.relative_to(tmp_path).as_posix() for path in files} == {
+        *(f"low/{digit}" for digit in range(5)),
+        *(f"high/{digit}" for digit in range(5, 10)),
+    }
+    with Image.open(files[0]) as image:
+        assert (image.format, image.size) == ("JPEG", (32, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_plain_pytorch_code_on_dp_and_ddp_page_trains(train: Train, tmp_path: Path) -> None:
+    for number, code in enumerate(python_blocks("docs/dp_and_ddp.md")):
+        (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    for command in ([sys.executable, f"{tmp_path}/0.py"], [*torchrun, *rendezvous, f"{tmp_path}/1.py"]):
+        done = train.start_command(command, tmp_path).finish()
+        assert done.returncode == 0, done.output
+
+
+# --- the site
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+@pytest.mark.skipif(not IS_TEMPLATE, reason="a fork builds no site")
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt")
+def test_site_builds_strictly_and_a_broken_link_fails(tmp_path: Path) -> None:
+    from scripts.maintain import site
+
+    built = site.build(tmp_path / "site")
+    assert built == 0
+    pages = {path.name for path in (tmp_path / "site").glob("*.html")}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {name.removesuffix(".html") for name in pages}
+    assert "invented figures" in (tmp_path / "site" / "sample_report" / "report.html").read_text(encoding="utf-8")
+    index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=\"https?://(?!squidfunk)", index), (
+        "the page loads a file from the network"
     )
+    assert site.build(tmp_path / "broken", extra="[nowhere](nowhere.md)") != 0
 
 
-BATCH_PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
+# --- tables
+
+
+BATCH_PAGE = text_of("docs/batch.md")
 PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", BATCH_PAGE, re.MULTILINE)
 
 
-def test_the_page_on_batches_has_its_tables() -> None:
+def test_batch_page_has_two_tables_made_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
-def test_the_tables_of_the_page_on_batches_are_those_of_the_plan(
+def test_tables_on_batch_page_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
     assert plan.main([*shlex.split(arguments), "--json"]) == 0
     columns = ("devices", "batch_size", "batch_size_per_device", "dropped_per_epoch", "steps", "learning_rate")
-    planned = [[one[column] for column in columns] for one in json.loads(capsys.readouterr().out)]
+    planned = [[row[column] for column in columns] for row in json.loads(capsys.readouterr().out)]
     assert [pytest.approx(row) for row in planned] == shown

@@ -1,4 +1,4 @@
-"""What a run leaves is whole or not there, belongs to one run, and is read back as it was written."""
+"""Record files of a run are written completely or not at all, belong to one run, and are read back unchanged."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_
 from src.schema import Config
 
 
-@pytest.mark.parametrize(("said", "dirty"), [(None, None), ("", False), (" M train.py", True)])
-def test_changes_that_git_cannot_tell_of_are_unknown(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, dirty: bool | None
+@pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
+def test_git_dirty_flag_is_none_when_git_fails(
+    monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
 ) -> None:
-    monkeypatch.setattr(environment, "_output", lambda *command: said)
+    monkeypatch.setattr(environment, "_output", lambda *command: output)
     assert environment.environment_facts(Config())["dirty"] is dirty
 
 
-def test_a_file_of_the_checkout_whose_name_is_no_text_does_not_keep_a_run_from_starting() -> None:
-    """git writes such a name as it is where core.quotepath is off."""
+def test_command_output_that_is_not_utf8_is_read() -> None:
+    """git prints a file name that is not UTF-8 without quoting it when core.quotepath is off."""
     assert environment._output(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
 
 
-def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:
-    """More claims than threads, all let go at once, for the same name below a parent that does not exist yet."""
+def test_concurrent_folder_claims_get_different_folders(tmp_path: Path) -> None:
+    """Many threads claim the same name at the same time below a parent folder that does not exist yet."""
     count = 24
     gate, claimed = threading.Barrier(count), []
 
@@ -57,21 +57,21 @@ def test_no_two_runs_get_one_folder(tmp_path: Path) -> None:
     assert {folder.name for folder in claimed} == {"time", *(f"time_{number}" for number in range(1, count))}
 
 
-def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+def test_folder_claim_leaves_an_existing_folder_unchanged(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "result.json").write_text("earlier")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
     assert (tmp_path / "run" / "result.json").read_text() == "earlier"
 
 
-def test_a_file_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
+def test_folder_claim_does_not_overwrite_a_file_with_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
     assert (tmp_path / "run").read_text() == "a file"
 
 
 @pytest.mark.parametrize("where", ["file/run", "", "."])
-def test_a_folder_that_cannot_be_made_is_refused_by_key(
+def test_error_names_the_key_when_a_folder_cannot_be_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_key(
     assert "\n" not in str(refusal.value)
 
 
-def test_a_read_only_place_is_refused_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_key_when_a_folder_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -96,7 +96,7 @@ def crash(*words: object, **options: object) -> None:
 
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
 @pytest.mark.parametrize("write", [write_json, write_text])
-def test_a_file_is_written_whole_or_not_at_all(
+def test_file_is_written_completely_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Any], None], moment: str
 ) -> None:
     path = tmp_path / "result.json"
@@ -112,8 +112,8 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert path.read_text() != before
 
 
-def test_a_file_system_that_syncs_no_folders_takes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network file systems do (PostgreSQL passes over the same error)."""
+def test_files_are_written_when_folders_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems cannot sync folders. PostgreSQL ignores the same error."""
 
     def fsync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -124,7 +124,7 @@ def test_a_file_system_that_syncs_no_folders_takes_files(tmp_path: Path, monkeyp
     assert (tmp_path / "note").read_text() == "here"
 
 
-def test_a_value_that_is_no_json_leaves_the_earlier_file(tmp_path: Path) -> None:
+def test_existing_file_is_kept_when_the_new_value_is_not_json(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     write_json(path, {"whole": True})
     with pytest.raises(TypeError):
@@ -137,7 +137,7 @@ def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_non_finite_number_becomes_null(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     write_json(tmp_path / "value.json", {"loss": nan, "list": [1.5, -inf, (inf, 2)], "deep": {"er": {"x": nan}}})
     text = (tmp_path / "value.json").read_text()
@@ -145,7 +145,7 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=reject) == expected
 
 
-def test_a_logged_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_logged_non_finite_number_becomes_null(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, loss=float("nan"), acc=0.5)
     log.close()
@@ -154,7 +154,7 @@ def test_a_logged_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         (None, "no result.json"),
         ("", "cannot be read as JSON"),
@@ -169,29 +169,29 @@ def test_a_logged_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
     ],
 )
-def test_what_is_no_result_is_refused_with_file_and_reason(tmp_path: Path, text: str | None, said: str) -> None:
+def test_error_names_file_and_reason_when_result_is_invalid(tmp_path: Path, text: str | None, reason: str) -> None:
     if text is not None:
         (tmp_path / "result.json").write_text(text)
-    with pytest.raises(ValueError, match=said) as refusal:
+    with pytest.raises(ValueError, match=reason) as refusal:
         read_result(tmp_path)
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_bytes_that_are_no_text_are_refused_with_the_file(tmp_path: Path) -> None:
+def test_error_names_the_file_when_result_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ValueError, match=r"result\.json"):
         read_result(tmp_path)
 
 
 @pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
-def test_what_is_no_list_of_jobs_is_refused_with_the_file(tmp_path: Path, contents: bytes) -> None:
+def test_error_names_an_invalid_jobs_file(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "jobs.json").write_bytes(contents)
     with pytest.raises(ValueError, match=r"jobs\.json: (damaged|not of this project)"):
         read_jobs(tmp_path)
 
 
-def test_a_result_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Keys that came later take their defaults; keys that have gone are left out."""
+def test_result_from_an_older_version_is_read(tmp_path: Path) -> None:
+    """Keys added since that version get their defaults; keys removed since then are ignored."""
     (tmp_path / "result.json").write_text('{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}')
     result = read_result(tmp_path)
     assert result.val == {"acc": 0.5}
@@ -200,7 +200,7 @@ def test_a_result_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert read_result(tmp_path).status == "failed"
 
 
-def test_a_status_that_does_not_exist_is_not_written(tmp_path: Path) -> None:
+def test_result_with_unknown_status_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_result(tmp_path, Result(status="wonderful"))
     assert list(tmp_path.iterdir()) == []
@@ -227,7 +227,7 @@ RESULTS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(result=RESULTS)
-def test_a_result_is_read_as_it_was_written(result: Result) -> None:
+def test_result_equals_written_result_when_read_back(result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_result(Path(folder), result)
         assert read_result(Path(folder)) == result
@@ -240,7 +240,7 @@ def logged(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(path)]
 
 
-def test_lines_past_the_step_that_is_resumed_are_dropped(tmp_path: Path) -> None:
+def test_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsLog(path)
     for step in (1, 2, 3, 4):
@@ -252,7 +252,7 @@ def test_lines_past_the_step_that_is_resumed_are_dropped(tmp_path: Path) -> None
     assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_a_log_goes_on_without_a_step_and_starts_where_there_is_none(tmp_path: Path) -> None:
+def test_log_creates_a_missing_file_and_appends_without_a_resume_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for resume_step in (None, 0, 5):
         path.unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def test_a_log_goes_on_without_a_step_and_starts_where_there_is_none(tmp_path: P
 
 
 @pytest.mark.parametrize("cut", range(1, 25))
-def test_a_last_line_cut_by_a_crash_is_left_out_and_does_not_swallow_the_next(tmp_path: Path, cut: int) -> None:
+def test_log_drops_a_truncated_last_line_and_keeps_the_next_line(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2):
@@ -282,7 +282,7 @@ def test_a_last_line_cut_by_a_crash_is_left_out_and_does_not_swallow_the_next(tm
     assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_log_flushes_each_line_immediately(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.write(1, loss=0.5)

@@ -1,4 +1,4 @@
-"""The report's four files: what they hold, where they lie, what they refuse, and how long they take."""
+"""The four files of a report: contents, location, error messages and run time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from report_sweeps import GIB, Sweep, full_sweep, read
 
 from scripts import report as script
+from src.engine.analysis.runs import RunRecord
 from src.engine.record.result import FORMAT, Result, write_result
-from src.engine.report.measured import RunRecord
 from src.engine.report.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Plots are most of a report's time: drawn only where a test asks for `plots`."""
+    """Draw plots only in tests that request `plots`, because drawing takes most of a report's time."""
     if "plots" not in request.fixturenames:
         request.getfixturevalue("without_plots")
 
@@ -34,7 +34,7 @@ def plots() -> None:
     pass
 
 
-def test_figures_of_a_point_are_medians_of_its_repeats(tmp_path: Path) -> None:
+def test_report_shows_medians_over_repeats(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000})
     sweep.repeat("ddp", 2, [1900, 1881, 1919])
     point = read(sweep.write())[2]["points"][1]
@@ -45,7 +45,7 @@ def test_figures_of_a_point_are_medians_of_its_repeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_dp_on_cpu_is_marked_and_has_no_speed(tmp_path: Path) -> None:
+def test_report_marks_dp_on_cpu_and_omits_its_speed(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s", accelerator="cpu")
     html, markdown, _ = read(sweep.write())
     assert "threads on CPU" in html
@@ -53,22 +53,22 @@ def test_dp_on_cpu_is_marked_and_has_no_speed(tmp_path: Path) -> None:
     assert row.count("n/a") == 5  # images/s, its ratio, ms per step and its p95, exposed communication
 
 
-def test_more_threads_than_cores_are_marked(tmp_path: Path) -> None:
+def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s", accelerator="cpu", cores=2).write())
     assert "ddp × 4 †" in html
     assert "4 threads on 2 cores" in html
     assert "ddp × 2 †" not in html
 
 
-def test_threads_are_held_against_the_cores_of_their_own_node(tmp_path: Path) -> None:
-    """Two nodes of two cores: four devices of a thread each have a core each."""
+def test_report_compares_threads_with_the_cores_of_one_node(tmp_path: Path) -> None:
+    """On two nodes with two cores each, four devices with one thread each have one core per thread."""
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
     html, _, plain = read(sweep.write())
     assert [point["needless_threads"] for point in plain["points"]] == [None, None] and "†" not in html
 
 
-def test_strong_and_weak_scaling_share_no_table(tmp_path: Path) -> None:
+def test_report_separates_strong_and_weak_scaling(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for devices, speed in ((1, 1000), (2, 1980)):
         sweep.repeat("single" if devices == 1 else "ddp", devices, [speed, speed + 1, speed - 1], per_device=64)
@@ -80,17 +80,18 @@ def test_strong_and_weak_scaling_share_no_table(tmp_path: Path) -> None:
         assert "weak scaling, batch 64 per device" in text
 
 
-def test_machines_are_kept_apart(tmp_path: Path) -> None:
+def test_report_separates_runs_from_different_machines(tmp_path: Path) -> None:
     first, second = full_sweep(tmp_path / "a"), full_sweep(tmp_path / "b", accelerator="cpu")
     html, _, plain = read(first.write(), second.write())
     assert {g["hardware"].split(";")[0] for g in plain["groups"]} == {"CPU: EPYC 9554, 16 cores", "NVIDIA H200"}
-    assert [claim["number"] for claim in plain["claims"]] == 2 * list(range(1, 18))
+    numbers = [claim["number"] for claim in plain["claims"]]
+    assert numbers == 2 * numbers[: len(numbers) // 2] and len(set(numbers)) > 1
     assert all(len(g["points"]) == 5 for g in plain["groups"])
     assert 'href="../b/0/result.json"' in html
 
 
 @pytest.mark.usefixtures("plots")
-def test_options_make_points_and_settings_make_groups(tmp_path: Path) -> None:
+def test_parallel_options_separate_configurations_and_settings_separate_groups(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000)
     for bucket in (1, 25):
@@ -102,7 +103,23 @@ def test_options_make_points_and_settings_make_groups(tmp_path: Path) -> None:
     assert plain["groups"][1]["settings"] == "train.precision=bf16"
 
 
-def test_unfinished_sweep_says_how_much_is_done(tmp_path: Path) -> None:
+def test_runs_on_different_images_are_not_treated_as_repeats(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    for block, data in enumerate(("aaaa", "aaaa", "bbbb")):
+        sweep.add("single", 1, block=block, data={"all": data})
+    _, _, plain = read(sweep.write())
+    assert {group["settings"] for group in plain["groups"]} == {"data aaaa", "data bbbb"}
+
+
+def test_run_with_removed_key_at_its_old_default_is_grouped_with_newer_runs(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.add("single", 1, 1000, config={"train": {"epochs": 3, "on_nonfinite": "stop"}})
+    sweep.add("single", 1, 1000, config={"train": {"epochs": 3}})
+    [group] = read(sweep.write())[2]["groups"]
+    assert group["settings"] == ""
+
+
+def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1001, 999])
     sweep.add("ddp", 2, status="out_of_memory", reason="CUDA out of memory on rank 1 <b>&")
@@ -118,16 +135,16 @@ def test_unfinished_sweep_says_how_much_is_done(tmp_path: Path) -> None:
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
 
 
-def test_sweep_of_which_nothing_is_done_has_a_report(tmp_path: Path) -> None:
+def test_report_is_written_when_no_job_is_done(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.row("parallel=ddp", status="waiting")
     html, markdown, plain = read(sweep.write("running"))
-    assert "No job has finished" in html and "No job has finished" in markdown
+    assert plain["lead"] is None and plain["counts"] in html and plain["counts"] in markdown
     assert plain["counts"] == "0 of 1 jobs done, 1 waiting"
 
 
 @pytest.mark.usefixtures("plots")
-def test_missing_fields_are_dashes(tmp_path: Path) -> None:
+def test_report_shows_dashes_for_missing_values(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.row("parallel=ddp", "parallel.devices=2", status="done")
     folder = sweep.write() / "0"
@@ -149,20 +166,12 @@ def test_missing_fields_are_dashes(tmp_path: Path) -> None:
         {"throughput": [], "step": "x", "ranks": [1, {"rank": 0}, {"data_ms": "a"}], "flags": "busy", "hosts": "a"},
         {"throughput": None, "step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
         {"throughput": None, "reason": ["x"], "ranks": [{"rank": [0], "host": {}, "data_ms": 1.0, "compute_ms": 2.0}]},
-        {"throughput": None, "proof": {"indices_seen": [1], "indices_distinct": {}, "files_per_rank": {"1": "x"}}},
-        {
-            "throughput": None,
-            "proof": {"indices_seen": [1], "indices_distinct": 1, "indices_expected": 1, "optimizers": []},
-        },
-        {
-            "throughput": None,
-            "proof": {"chunk_sizes": [[1], "x"], "optimizer_state_bytes": ["x"]},
-            "memory": [{"device": []}],
-        },
+        {"throughput": None, "proof": {"chunk_sizes": [[1], "x"]}, "memory": [{"device": []}]},
+        {"throughput": None, "proof": {"chunk_sizes": 3, "hashes_equal": "x", "parameters_hash_start": []}},
         {"throughput": None, "world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
     ],
 )
-def test_fields_of_other_types_are_not_numbers(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_report_ignores_fields_of_wrong_type(tmp_path: Path, values: dict[str, Any]) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("ddp", 2) / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -170,24 +179,25 @@ def test_fields_of_other_types_are_not_numbers(tmp_path: Path, values: dict[str,
     assert plain["points"][0]["images_per_sec"] is None
 
 
-def test_wrong_world_size_is_not_compared(tmp_path: Path) -> None:
+def test_report_excludes_run_with_wrong_world_size(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 9999, world_size=1)
     html, _, plain = read(sweep.write())
-    assert "2 devices asked, world size 1 measured: not compared" in html
+    assert "not compared: 2 devices requested, world size 1 measured" in html
+    assert plain["runs"][-1]["compared"] is False
     assert all(p["images_per_sec"]["high"] < 9999 for p in plain["points"])
 
 
-def test_devices_that_are_no_number_are_not_compared(tmp_path: Path) -> None:
+def test_report_excludes_run_when_devices_is_not_a_number(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     path = sweep.add("ddp", 2, 9999) / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None}))
     html, _, plain = read(sweep.write())
-    assert "devices: &#39;two&#39; is no number: not compared" in html
+    assert "devices is &#39;two&#39;" in html
     assert plain["runs"][-1]["compared"] is False
 
 
-def test_single_run_folder_is_a_report_of_one(tmp_path: Path) -> None:
+def test_report_accepts_a_single_run_folder(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     run = sweep.add("single", 1)
     html, _, plain = read(run)
@@ -232,7 +242,7 @@ def _newer(name: str) -> Any:
         (_newer("0/result.json"), "0/result.json", "newer than this code reads"),
     ],
 )
-def test_bad_folder_is_one_line_with_its_path(tmp_path: Path, damage: Any, named: str, words: str) -> None:
+def test_report_error_names_an_invalid_folder_in_one_line(tmp_path: Path, damage: Any, named: str, words: str) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1)
     damage(sweep.write())
@@ -243,7 +253,7 @@ def test_bad_folder_is_one_line_with_its_path(tmp_path: Path, damage: Any, named
     assert not (sweep.folder / "report.html").exists()
 
 
-def test_older_result_is_read(tmp_path: Path) -> None:
+def test_report_reads_result_from_an_older_version(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("single", 1) / "result.json"
     path.write_text(json.dumps({"status": "done", "format": 0, "strategy": "single", "devices": 1, "gone": 1}))
@@ -251,7 +261,7 @@ def test_older_result_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_html_stands_alone(tmp_path: Path) -> None:
+def test_report_html_is_self_contained(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s").write())
     assert html.count("<svg") == 5
     assert "currentColor" in html and "#010101" not in html  # readable in dark mode
@@ -262,11 +272,11 @@ def test_html_stands_alone(tmp_path: Path) -> None:
     assert ids and len(ids) == len(set(ids))
 
 
-def test_every_link_leads_to_a_result(tmp_path: Path) -> None:
+def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "a sweep")
     html, markdown, plain = read(sweep.write())
     links = set(re.findall(r'<a href="([^"]+)"', html))
-    assert links == {f"{n}/result.json" for n in range(15)}
+    assert {link for link in links if "dp_and_ddp" not in link} == {f"{n}/result.json" for n in range(15)}
     assert all((sweep.folder / link).is_file() for link in links)
     assert "[0](0/result.json)" in markdown
     assert all(p["runs"] for p in plain["points"])
@@ -274,7 +284,7 @@ def test_every_link_leads_to_a_result(tmp_path: Path) -> None:
     assert "<a " not in claims[: claims.index("</dl>")]  # one column of links: the points' folders
 
 
-def test_csv_has_one_row_per_run(tmp_path: Path) -> None:
+def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.row("parallel=single", "parallel.devices=2", status="skipped", reason="one, two\nthree")
     rows = list(csv.DictReader(write_report([sweep.write()]).with_suffix(".csv").open(encoding="utf-8")))
@@ -287,7 +297,7 @@ def test_csv_has_one_row_per_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_plots_are_files_with_their_data(tmp_path: Path) -> None:
+def test_report_writes_each_plot_with_its_data(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     read(folder)
     names = ("memory", "order", "ratios", "speed", "step")
@@ -300,7 +310,7 @@ def test_plots_are_files_with_their_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_what_is_too_small_to_be_of_interest_is_shaded_as_the_sweep_was_told(tmp_path: Path) -> None:
+def test_ratio_plot_shades_the_smallest_relevant_difference(tmp_path: Path) -> None:
     drawn = []
     for smallest in (0.03, 0.2):
         sweep = full_sweep(tmp_path / str(smallest), {})
@@ -313,7 +323,9 @@ def test_what_is_too_small_to_be_of_interest_is_shaded_as_the_sweep_was_told(tmp
 
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(("points", "fastest"), [(9, "i"), (30, "ad")])
-def test_of_many_points_the_fastest_is_in_every_plot(tmp_path: Path, points: int, fastest: str) -> None:
+def test_every_plot_shows_the_fastest_configuration_when_there_are_many(
+    tmp_path: Path, points: int, fastest: str
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010])
     for number in range(points):
@@ -333,23 +345,53 @@ def test_of_many_points_the_fastest_is_in_every_plot(tmp_path: Path, points: int
 
 
 @pytest.mark.usefixtures("plots")
-def test_no_plot_without_information(tmp_path: Path) -> None:
+def test_report_does_not_draw_plots_without_information(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
     sweep.add("single", 1, step=None)  # one run: nothing to compare, no parts of a step, no device's memory
     assert "<svg" not in read(sweep.write())[0]
 
 
-def test_accuracy_is_shown_only_of_runs_trained_to_their_end(tmp_path: Path) -> None:
-    found = []
-    for cut in (None, 40):
-        sweep = full_sweep(tmp_path / f"s{cut}", {})
-        sweep.repeat("single", 1, [1000, 1010], config={"train": {"max_steps": cut}})
-        html, _, plain = read(sweep.write())
-        found.append(("val. accuracy" in html, plain["points"][0]["accuracy"] is not None))
-    assert found == [(True, True), (False, False)]
+@pytest.mark.parametrize(
+    ("config", "is_shown"),
+    [
+        ({"train": {"max_steps": None}}, True),
+        ({"train": {"max_steps": 40}}, True),
+        ({"train": {"max_steps": None, "evaluate_every": 0}}, True),
+        ({"train": {"max_steps": 40, "evaluate_every": 0}}, False),
+        ({"train": {"max_steps": 40}, "sweep": {"timed": True}}, False),
+    ],
+)
+def test_report_shows_headline_metric_except_for_benchmarks(
+    tmp_path: Path, config: dict[str, Any], is_shown: bool
+) -> None:
+    sweep = full_sweep(tmp_path / "s", {})
+    sweep.repeat("single", 1, [1000, 1010], config=config)
+    html, _, plain = read(sweep.write())
+    metrics = {"val/acc": {"median": 0.957, "low": 0.957, "high": 0.957, "count": 2}}
+    assert (">val/acc<" in html, plain["points"][0]["metrics"]) == ((True, metrics) if is_shown else (False, {}))
 
 
-def test_report_goes_where_it_is_told(tmp_path: Path) -> None:
+def test_report_headline_metric_is_the_checkpoint_metric(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    by_loss = {"checkpoint": {"metric": "val/loss"}}
+    sweep.repeat("single", 1, [1000, 1010], config=by_loss, val={"loss": 0.25, "acc": 0.5})
+    sweep.repeat(
+        "ddp", 2, [1900, 1910], config={"checkpoint": {"metric": "val/f1_ema"}}, val={"loss": 1, "f1_ema": 0.75}
+    )
+    html, markdown, plain = read(sweep.write())
+    assert [{name: value["median"] for name, value in point["metrics"].items()} for point in plain["points"]] == [
+        {"val/loss": 0.25},
+        {"val/f1_ema": 0.75},
+    ]
+    assert [(run["metric"], run["metric_value"]) for run in plain["runs"]] == [("val/loss", 0.25)] * 2 + [
+        ("val/f1_ema", 0.75)
+    ] * 2
+    assert ">val/loss (lower is better)<" in html and ">val/f1_ema<" in html
+    [header] = [line for line in markdown.splitlines() if line.startswith("| point | runs")]
+    assert "val/loss" in header and "val/acc" not in header
+
+
+def test_report_is_written_to_out_folder(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     html = write_report([sweep.write()], tmp_path / "elsewhere")
     assert html == tmp_path / "elsewhere" / "report.html"
@@ -358,16 +400,16 @@ def test_report_goes_where_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_is_the_same_twice(tmp_path: Path) -> None:
+def test_report_is_deterministic(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     assert read(folder) == read(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plots")
-def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
+def test_report_with_many_groups_is_fast_and_small(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    for number in range(150):  # a search: every run has settings of its own
+    for number in range(150):  # a search: every run has other settings
         sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
     started = time.process_time()  # not the clock's: other programs may be running
     html = write_report([sweep.write()])
@@ -375,7 +417,7 @@ def test_time_is_linear_in_runs_and_size_bounded(tmp_path: Path) -> None:
     assert html.stat().st_size < 2e6
 
 
-def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_script_prints_path_or_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
     command = [sys.executable, "scripts/report.py", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -385,7 +427,7 @@ def test_script_prints_the_place_or_refuses_with_2(tmp_path: Path, capsys: pytes
     assert refused.count("\n") == 1 and str(tmp_path) in refused
 
 
-def test_run_without_a_record_has_no_number(tmp_path: Path) -> None:
+def test_run_record_without_files_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
-    assert run.measure("images_per_sec") is None and run.accuracy is None and run.peak_bytes == []
+    assert run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []

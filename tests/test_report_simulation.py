@@ -1,4 +1,4 @@
-"""How often the report's decisions are right: sweeps with known speeds, 5 % noise, with and without drift.
+"""Error rate and power of the report's decisions: sweeps with known speeds, 5 % noise, with and without drift.
 
 `python tests/test_report_simulation.py` prints the table of docs/report.md.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from report_sweeps import Sweep, read
 
-from src.engine.report.statistics import HOLDS, choose, decide, estimate
+from src.engine.analysis.statistics import SUPPORTED, choose, decide, estimate
 
 Row = tuple[str, object, float]
 Key = tuple[str, int]
@@ -35,7 +35,7 @@ EXPECTED = {
 def sweep_of(
     speeds: dict[Key, float], blocks: int, drift: float, draw: np.random.Generator, slow: float = 0
 ) -> Iterator[tuple[Key, int, float]]:
-    """(point, block, images/s) in run order: an order drawn anew in each block; `slow`: share of runs at half speed."""
+    """Return (configuration, block, images/s) in random order per block; `slow`: share of runs at half speed."""
     points = list(speeds)
     noise = draw.standard_normal((blocks, len(points))) * NOISE
     halved = draw.random((blocks, len(points))) < slow
@@ -57,31 +57,31 @@ def names(pairs: list[tuple[Key, Key]]) -> list[tuple[str, str]]:
 
 @cache
 def stated_wrongly(points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Share of sweeps in which nothing differs and some difference is stated."""
+    """Return the share of sweeps without any true difference in which the report states a difference."""
     draw, pairs, wrong = np.random.default_rng([1, len(points), blocks]), names(PAIRS[points]), 0
     for _ in range(sweeps):
-        found = decide(estimate(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs))
-        wrong += any(c.low is not None and c.high is not None and not c.low <= 1 <= c.high for c in found)
+        results = decide(estimate(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs))
+        wrong += any(c.low is not None and c.high is not None and not c.low <= 1 <= c.high for c in results)
     return wrong / sweeps
 
 
 @cache
 def found_of_a_tenth(points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Share of the true differences of 10 % that are stated."""
+    """Return the share of true differences of 10 % that the report states."""
     draw, pairs = np.random.default_rng([2, len(points), blocks]), names(PAIRS[points])
     faster = points[1:] if points == SEVEN else points[2:]
     speeds = {point: 1100.0 if point in faster else 1000.0 for point in points}
     differ = [place for place, (a, b) in enumerate(PAIRS[points]) if speeds[a] > speeds[b]]
-    found = 0
+    results = 0
     for _ in range(sweeps):
         decided = decide(estimate(named(sweep_of(speeds, blocks, drift, draw)), pairs))
-        found += sum(decided[place].verdict == HOLDS for place in differ)
-    return found / sweeps / len(differ)
+        results += sum(decided[place].verdict == SUPPORTED for place in differ)
+    return results / sweeps / len(differ)
 
 
 @cache
 def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Share of sweeps, 5 % of their runs at half speed, led by a point that the best is 1.5 times as fast as or more."""
+    """Return the share of sweeps that do not recommend the fastest configuration, with 5 % of runs at half speed."""
     draw, wrong = np.random.default_rng([3, blocks]), 0
     speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1250.0, 1900.0), strict=True))
     for _ in range(sweeps):
@@ -91,7 +91,7 @@ def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
 
 
 @pytest.mark.parametrize("points", [THREE, SEVEN], ids=["3 points", "7 points"])
-def test_a_small_simulation_is_right_often_enough(points: tuple[Key, ...]) -> None:
+def test_decisions_keep_error_rate_and_power_in_a_small_simulation(points: tuple[Key, ...]) -> None:
     assert stated_wrongly(points, 5, DRIFT, 200) <= 0.1
     assert found_of_a_tenth(points, 5, DRIFT, 200) > 0.4
     assert found_of_a_tenth(points, 10, DRIFT, 200) > 0.85
@@ -100,11 +100,11 @@ def test_a_small_simulation_is_right_often_enough(points: tuple[Key, ...]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
-def test_the_whole_simulation_keeps_its_promises(drift: float) -> None:
+def test_decisions_keep_error_rate_and_power_in_the_full_simulation(drift: float) -> None:
     for points in (THREE, SEVEN):
-        found = [found_of_a_tenth(points, blocks, drift) for blocks in BLOCKS]
-        assert found == sorted(found)
-        for blocks, share in zip(BLOCKS, found, strict=True):
+        results = [found_of_a_tenth(points, blocks, drift) for blocks in BLOCKS]
+        assert results == sorted(results)
+        for blocks, share in zip(BLOCKS, results, strict=True):
             assert stated_wrongly(points, blocks, drift) <= 0.06
             assert share >= EXPECTED[points][blocks] - 0.05, (len(points), blocks)
     assert all(badly_led(blocks, drift) < 0.02 for blocks in BLOCKS)
@@ -112,8 +112,8 @@ def test_the_whole_simulation_keeps_its_promises(drift: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_plots")
-def test_twenty_sweeps_through_their_files(tmp_path: Path) -> None:
-    """No false statement where nothing differs, in 19 of 20 or more; a difference of 30 % is found in all."""
+def test_reports_on_twenty_simulated_sweeps_are_correct(tmp_path: Path) -> None:
+    """At least 19 of 20 reports state no false difference, and all of them state a true difference of 30 %."""
     draw, wrong = np.random.default_rng(4), 0
     for number in range(20):
         drift = DRIFT * (number % 2)
@@ -121,12 +121,12 @@ def test_twenty_sweeps_through_their_files(tmp_path: Path) -> None:
         wrong += any(not c["low"] <= 1 <= c["high"] for c in equal if c["ratio"] is not None)
         speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1000.0, 1300.0), strict=True))
         differing = {(c["a"], c["b"]): c for c in _report(tmp_path / f"other{number}", speeds, drift, draw)}
-        assert differing["ddp × 2", "single × 1"]["verdict"] == HOLDS
+        assert differing["ddp × 2", "single × 1"]["verdict"] == SUPPORTED
     assert wrong <= 1
 
 
 def _report(folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator) -> list[dict[str, float]]:
-    """The contrasts of report.json of five blocks; start-up, processor time and utilisation differ by noise alone."""
+    """Return `contrasts` of report.json for five blocks; start-up, CPU time and utilization differ only by noise."""
     sweep = Sweep(folder)
     for (strategy, devices), block, speed in sweep_of(speeds, 5, drift, draw):
         noise = np.exp(NOISE * draw.standard_normal(3))
@@ -141,15 +141,15 @@ def _report(folder: Path, speeds: dict[Key, float], drift: float, draw: np.rando
             memory=memory,
             step={"data_ms": 1.0, "compute_ms": 30.0, "communication_ms": 0.0, "other_ms": 1.0},
         )
-    found: list[dict[str, float]] = read(sweep.write())[2]["contrasts"]
+    results: list[dict[str, float]] = read(sweep.write())[2]["contrasts"]
     assert json.loads((folder / "report.json").read_text())["lead"]["point"] is not None
-    return found
+    return results
 
 
 if __name__ == "__main__":
     print(
         "| blocks | "
-        + " | ".join(f"{words}, {n} points" for n in (3, 7) for words in ("wrong", "found"))
+        + " | ".join(f"{words}, {n} points" for n in (3, 7) for words in ("wrong", "results"))
         + " | bad lead |"
     )
     print("|---:" * 6 + "|")

@@ -1,54 +1,58 @@
-"""Which run goes on, with which settings, and which is refused: train.py's main run here, up to where ranks would start."""
+"""Rules of `resume`: choice of the run, settings, error messages. main of train.py runs up to the start of ranks."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import conf
 from PIL import Image
 
 import train as entry
-from src.engine.config.compose import freeze, read_frozen
+from src.engine.config.compose import load_config, save_config
 from src.engine.launch import job
 from src.engine.machine import hardware
-from src.engine.machine.lock import own
+from src.engine.machine.lock import lock_folder
 from src.engine.machine.ranks import NEEDED
 from src.engine.record.result import Result, write_result
-from src.schema import Config
+from src.schema import Config, leaves
 
-WORDS = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
+OVERRIDES = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
 
 
 @dataclass
 class Main:
-    """`main(words)`: (exit code, stderr). In place of its ranks, a run saves a checkpoint and is then `status`."""
+    """Call main of train.py and return (exit code, stderr). Instead of running ranks, save a checkpoint and `status`."""
 
     command: Callable[[tuple[str, ...]], tuple[int, str]]
     status: str = "interrupted"
     saves: bool = True
+    code: int = 0
     ran: list[Path] = field(default_factory=list)
 
-    def __call__(self, *words: str) -> tuple[int, str]:
-        return self.command(words)
+    def __call__(self, *overrides: str) -> tuple[int, str]:
+        return self.command(overrides)
 
     def run(self, config: Config, folder: Path) -> int:
         self.ran.append(folder)
-        freeze(config, folder)
+        save_config(config, folder)
         if self.saves:
             (folder / "checkpoints").mkdir(exist_ok=True)
             (folder / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
         write_result(folder, Result(status=self.status))
-        return 0
+        return self.code
 
-    def start(self, name: str, *words: str, status: str = "interrupted", saves: bool = True) -> Path:
-        """A new run in outputs/train/<name>."""
+    def start(self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True) -> Path:
+        """Start a new run in outputs/train/<name> and return its folder."""
         self.status, self.saves = status, saves
-        code, said = self(*WORDS, f"hydra.run.dir=outputs/train/{name}", *words)
-        assert code == 0, said
+        code, err = self(*OVERRIDES, f"hydra.run.dir=outputs/train/{name}", *overrides)
+        assert code == 0, err
         return self.ran[-1].resolve()
 
 
@@ -59,39 +63,66 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
 
-    def command(words: tuple[str, ...]) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    def command(overrides: tuple[str, ...]) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
         capsys.readouterr()
         code = entry.main()
         return code, capsys.readouterr().err
 
-    made = Main(command)
-    monkeypatch.setattr(job, "run_job", made.run)
-    return made
+    runner = Main(command)
+    monkeypatch.setattr(job, "run_job", runner.run)
+    return runner
+
+
+def value_of(config: Config, key: str) -> Any:
+    return {name: value for name, value, _ in leaves(config)}[key]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_goes_on_in_its_folder_with_the_words_it_was_started_with(main: Main) -> None:
+def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
-    before = read_frozen(folder)
-    code, said = main(f"resume={folder}")
-    assert (code, said) == (0, ""), "nothing has changed, so nothing is said"
+    before = load_config(folder)
+    code, err = main(f"resume={folder}")
+    assert (code, err) == (0, ""), "no setting changed, so no change may be printed"
     assert main.ran == [main.ran[0], folder]
-    after = read_frozen(folder)
+    after = load_config(folder)
     assert after.resume == str(folder)
     after.resume = before.resume
     assert after == before
 
 
-def test_the_last_word_on_resume_counts(main: Main) -> None:
-    """As of any key that is given twice; a new run has nothing of the folder that is not meant after all."""
+def test_run_from_an_older_version_resumes_when_removed_keys_have_defaults(main: Main) -> None:
+    folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
+    composed = folder / ".hydra" / "config.yaml"
+    for config in (composed, folder / "config.yaml"):
+        config.write_text(config.read_text().replace("train:\n", "train:\n  on_nonfinite: stop\n  max_skipped: 10\n"))
+    assert main(f"resume={folder}") == (0, "")
+    composed.write_text(composed.read_text().replace("train:\n", "train:\n  on_nonfinite: skip\n"))
+    code, err = main(f"resume={folder}")
+    assert code == 2 and "train.on_nonfinite=skip" in err
+
+
+def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
+    """The last value wins, as for any key given twice. The folder in the first `resume` is not used."""
     folder = main.start("day/1", "optim.lr=0.25")
-    code, said = main(f"resume={folder}", *WORDS, "resume=null", "hydra.run.dir=outputs/train/day/2")
-    assert (code, said) == (0, "")
-    assert main.ran[-1].resolve() != folder and read_frozen(main.ran[-1]).optim.lr == Config().optim.lr
+    code, err = main(f"resume={folder}", *OVERRIDES, "resume=null", "hydra.run.dir=outputs/train/day/2")
+    assert (code, err) == (0, "")
+    assert main.ran[-1].resolve() != folder and load_config(main.ran[-1]).optim.lr == Config().optim.lr
+
+
+def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
+    """Ranks reject the change after the new config was written. The next resume must not read this config."""
+    folder = main.start("day/1")
+    before = contents(folder)
+    main.code, main.status = 2, "failed"
+    assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
+    assert contents(folder) == before
+    (folder / "result.json").unlink()
+    assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
+    assert not (folder / "result.json").exists(), "a killed run has no result.json"
 
 
 ANOTHER_TRAINING = [
@@ -106,160 +137,251 @@ ANOTHER_TRAINING = [
 ]
 
 
-def test_what_would_be_another_training_is_refused_by_key(main: Main) -> None:
+def test_resume_names_the_key_that_would_change_the_training(main: Main) -> None:
     folder = main.start("day/1")
     before = contents(folder)
-    for word, key in ANOTHER_TRAINING:
-        code, said = main(f"resume={folder}", word)
-        assert code == 2, word
-        assert len(said.splitlines()) == 1
-        assert said.startswith(f"train.py: {key}=") and "was " in said
-        assert "resume_strict=false" in said
-        assert contents(folder) == before, f"a refused command changes nothing: {word}"
+    for override, key in ANOTHER_TRAINING:
+        code, err = main(f"resume={folder}", override)
+        assert code == 2, override
+        assert len(err.splitlines()) == 1
+        assert err.startswith(f"train.py: {key}=") and "was " in err and "None" not in err
+        assert "resume_strict=false" in err
+        assert contents(folder) == before, f"a refused command changes nothing: {override}"
     assert len(main.ran) == 1
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("word", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
-def test_resume_strict_false_lets_it_go_on_and_says_what_changed(main: Main, word: str, key: str) -> None:
+@pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
+def test_resume_strict_false_allows_keys_that_change_the_training(main: Main, override: str, key: str) -> None:
     folder = main.start("day/1")
-    code, said = main(f"resume={folder}", word, "resume_strict=false")
-    assert code == 0, said
-    assert f"resume: {key}: " in said
+    before = value_of(load_config(folder), key)
+    code, err = main(f"resume={folder}", override, "resume_strict=false")
+    assert code == 0, err
     assert main.ran[-1] == folder
-    code, said = main(f"resume={folder}")
-    assert code == 0, f"{word} is one of this run's words now: {said}"
+    now = value_of(load_config(folder), key)
+    assert now != before
+    code, err = main(f"resume={folder}")
+    assert code == 0, err
+    assert value_of(load_config(folder), key) == now, "a later resume must keep the change"
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "key", "value"),
     [
-        (("data.workers=2",), "data.workers: auto -> 2"),
-        (("model.compile=true",), "model.compile: False -> True"),
-        (("parallel=ddp", "parallel.devices=2"), "parallel.strategy: single -> ddp"),
-        (("parallel=dp", "parallel.devices=4"), "parallel.devices: 1 -> 4"),
-        (("train.epochs=40",), "train.epochs: 8 -> 40"),
-        (("optim.lr=0.5",), "optim.lr: 0.001 -> 0.5"),
+        (("data.workers=2",), "data.workers", 2),
+        (("model.compile=true",), "model.compile", True),
+        (("parallel=ddp", "parallel.devices=2"), "parallel.strategy", "ddp"),
+        (("parallel=dp", "parallel.devices=4"), "parallel.devices", 4),
+        (("train.epochs=40",), "train.epochs", 40),
+        (("optim.lr=0.5",), "optim.lr", 0.5),
     ],
 )
-def test_what_leaves_the_training_the_same_may_change_and_is_said(
-    main: Main, words: tuple[str, ...], said: str
+def test_resume_accepts_keys_that_do_not_change_the_training(
+    main: Main, overrides: tuple[str, ...], key: str, value: Any
 ) -> None:
     folder = main.start("day/1")
-    code, err = main(f"resume={folder}", *words)
-    assert code == 0, err
-    assert f"resume: {said}" in err.splitlines()
-    assert main.ran[-1] == folder
+    before = load_config(folder)
+    code, err = main(f"resume={folder}", *overrides)
+    assert (code, main.ran[-1]) == (0, folder), err
+    assert value_of(load_config(folder), key) == value != value_of(before, key)
 
 
-def test_the_images_may_have_moved(main: Main, tmp_path: Path) -> None:
+def test_resume_accepts_a_moved_data_root(main: Main, tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / "here" / split / name).mkdir(parents=True)
             Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "here" / split / name / "1.png")
     folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
     (tmp_path / "here").rename(tmp_path / "there")
-    code, said = main(f"resume={folder}")
-    assert code == 2 and "data.root=here" in said
-    code, said = main(f"resume={folder}", "data.root=there")
-    assert code == 0, said
-    assert said.splitlines() == ["resume: data.root: here -> there"]
+    code, err = main(f"resume={folder}")
+    assert code == 2 and "data.root=here" in err
+    code, err = main(f"resume={folder}", "data.root=there")
+    assert code == 0, err
+    assert load_config(folder).data.root == "there"
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [1, 4])
-def test_another_global_batch_through_the_batch_per_device_is_refused(main: Main, devices: int) -> None:
+def test_resume_refuses_batch_size_per_device_that_changes_the_global_batch(main: Main, devices: int) -> None:
     per_device = ("data.batch_size=null", "data.batch_size_per_device=16", "parallel=ddp", "parallel.devices=2")
     folder = main.start("day/1", *per_device)
-    code, said = main(f"resume={folder}", f"parallel.devices={devices}")
-    assert code == 2, said
-    assert said.startswith(f"train.py: parallel.devices={devices}: ") and "resume_strict=false" in said
-    assert f"data.batch_size_per_device=16 the global batch {devices * 16} (was 32)" in said
+    code, err = main(f"resume={folder}", f"parallel.devices={devices}")
+    assert code == 2, err
+    assert err.startswith(f"train.py: parallel.devices={devices}: ") and "resume_strict=false" in err
+    assert "data.batch_size_per_device" in err and f"global batch {devices * 16} (was 32)" in err
     half = f"data.batch_size_per_device={32 // devices}"
-    code, said = main(f"resume={folder}", f"parallel.devices={devices}", half)
-    assert code == 2 and said.startswith(f"train.py: {half} (was 16)"), "refused by the key that was given"
+    code, err = main(f"resume={folder}", f"parallel.devices={devices}", half)
+    assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
 
 
-def test_auto_takes_the_newest_run_that_has_not_ended(main: Main) -> None:
+def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     main.start("2026-01-01/09-00-00")
     newest = main.start("2026-01-02/08-00-00", status="failed")
     main.start("2026-01-02/09-00-00", status="done")
     main.start("2026-01-03/09-00-00", "seed=7")
     main.start("2026-01-03/10-00-00", saves=False)
     main.start("2026-01-03/11-00-00", "task_name=other", "hydra.run.dir=outputs/other/2026-01-03/11-00-00")
-    code, said = main(*WORDS, "resume=auto")
-    assert code == 0, said
+    code, err = main(*OVERRIDES, "resume=auto")
+    assert code == 0, err
     assert main.ran[-1].resolve() == newest
 
 
-def test_auto_leaves_a_run_that_differs_in_any_key(main: Main) -> None:
-    """Two jobs of one task that are queued again together must not swap folders."""
+def test_resume_auto_skips_a_run_that_differs_in_any_key(main: Main) -> None:
+    """Two requeued jobs with the same task_name must not swap folders."""
     slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
     fast = main.start("2026-01-02/09-00-00", "optim.lr=0.2")
-    for word, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
-        assert main(*WORDS, "resume=auto", word)[0] == 0
+    for override, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
+        assert main(*OVERRIDES, "resume=auto", override)[0] == 0
         assert main.ran[-1].resolve() == folder
-    code, said = main(*WORDS, "resume=auto", "optim.lr=0.3")
+    code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
+    assert code == 2 and len(main.ran) == 4
+    assert f"resume={fast.relative_to(Path.cwd())}" in err and "optim.lr=0.2" in err and "0.3" in err
+    code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
-    assert "has optim.lr=0.2" in said and "starting a new one" in said
+    assert "optim.lr=0.2" in err and "starting a new run" in err
+
+
+def test_resume_auto_without_training_keys_keeps_the_settings_of_the_newest_run(main: Main) -> None:
+    main.start("2026-01-01/09-00-00")
+    newest = main.start("2026-01-02/09-00-00", "optim.lr=0.25", "data=synthetic")
+    main.start("2026-01-03/09-00-00", "optim.lr=0.5", status="done")
+    before, main.status = load_config(newest), "interrupted"
+    for overrides in (("resume=auto",), ("print_config=false", "cluster=local", "resume=auto_or_new")):
+        code, err = main(*overrides)
+        assert (code, err) == (0, "")
+        assert main.ran[-1].resolve() == newest
+        after = load_config(newest)
+        assert after.resume is not None
+        after.resume = before.resume
+        assert after == before
+
+
+def test_resume_auto_suggests_the_closest_run_when_none_is_unfinished(
+    main: Main,
+) -> None:
+    main.start("2026-01-02/09-00-00", status="done")
+    other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
+    code, err = main("resume=auto")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"resume={other.relative_to(Path.cwd())}" in err and "task_name=k" in err and "auto_or_new" in err
+    assert main("resume=auto", "task_name=k")[0] == 0
+    assert main.ran[-1].resolve() == other
+    code, err = main("resume=auto_or_new", "hydra.run.dir=outputs/train/new")
+    assert code == 0 and "starting a new run" in err
+    assert load_config(Path("outputs/train/new")).model.name == Config().model.name
+
+
+@pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
+def test_resume_auto_counts_a_group_option_as_training_keys(main: Main, group: str) -> None:
+    main.start("2026-01-01/09-00-00")
+    code, err = main("resume=auto", group, "task_name=train", "parallel.accelerator=cpu")
+    assert code == 2 and "with exactly this config" in err
+
+
+def test_resume_merges_a_group_option_over_the_saved_config(main: Main) -> None:
+    folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
+    code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
+    assert code == 0, err
+    optim = load_config(folder).optim
+    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
+        "expected values from the group's file and from the command line"
+    )
+    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, "expected the value from the saved config"
+
+
+def test_resume_ignores_an_edited_group_file(main: Main, tmp_path: Path) -> None:
+    folder = main.start("day/1", f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}", "model=mine")
+    (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
+    assert main(f"resume={folder}") == (0, "")
+    assert load_config(folder).model.name == "test_vit"
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))])
-def test_another_strategy_is_not_refused_for_the_devices_and_options_of_the_first(
-    main: Main, strategy: str, options: tuple[str, ...]
-) -> None:
+def test_resume_drops_options_of_the_previous_strategy(main: Main, strategy: str, options: tuple[str, ...]) -> None:
     folder = main.start("day/1", f"parallel={strategy}", "parallel.devices=2", *options)
-    code, said = main(f"resume={folder}", "parallel=single")
-    assert code == 0, said
-    assert read_frozen(folder).parallel.devices == 1
-    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, "asked for now"
+    code, err = main(f"resume={folder}", "parallel=single")
+    assert code == 0, err
+    assert load_config(folder).parallel.devices == 1
+    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, "an explicit value is not dropped"
 
 
-def test_auto_goes_on_with_a_run_that_was_killed_before_it_could_say_how_it_ended(main: Main) -> None:
+def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
     folder = main.start("2026-01-01/09-00-00")
     (folder / "result.json").unlink()
-    assert main(*WORDS, "resume=auto")[0] == 0
+    assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == folder
 
 
-def test_auto_passes_over_a_run_that_somebody_else_holds(main: Main) -> None:
+def test_resume_auto_skips_a_locked_run(main: Main) -> None:
     older = main.start("2026-01-01/09-00-00")
-    with own(main.start("2026-01-02/09-00-00")):
-        assert main(*WORDS, "resume=auto")[0] == 0
+    with lock_folder(main.start("2026-01-02/09-00-00")):
+        assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == older
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("text", [None, "", "modle: {}", "train: [1"])
-def test_auto_passes_over_a_run_whose_config_cannot_be_read(main: Main, text: str | None) -> None:
+def test_resume_auto_skips_a_run_with_an_unreadable_config(main: Main, text: str | None) -> None:
     older = main.start("2026-01-01/09-00-00")
     config = main.start("2026-01-02/09-00-00") / "config.yaml"
     config.unlink() if text is None else config.write_text(text)
-    code, said = main(*WORDS, "resume=auto")
-    assert code == 0, said
+    code, err = main(*OVERRIDES, "resume=auto")
+    assert code == 0, err
     assert main.ran[-1].resolve() == older
-    assert "2026-01-02/09-00-00" in said or text == "", "an empty config is one with other settings"
+    assert "2026-01-02/09-00-00" in err or text == "", "an empty config only differs in its settings"
 
 
-def test_auto_starts_a_new_run_and_says_so_when_all_have_ended(main: Main) -> None:
+def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) -> None:
     done = main.start("2026-01-01/09-00-00", status="done")
     before = contents(done)
-    code, said = main(*WORDS, "resume=auto")
+    code, err = main(*OVERRIDES, "resume=auto_or_new")
     assert code == 0
-    assert said == "resume=auto: no unfinished run of train; starting a new one\n"
+    assert len(err.splitlines()) == 1 and "starting a new run" in err
     assert main.ran[-1].resolve() != done and contents(done) == before
 
 
-def test_a_run_without_a_checkpoint_is_refused_with_advice(main: Main) -> None:
+@pytest.mark.parametrize(
+    ("settings", "steps", "epochs", "overrides", "reached"),
+    [
+        (("train.max_steps=7",), 7, 0.5, (), "train.max_steps=7"),
+        (("train.max_steps=7",), 7, 0.5, ("train.epochs=20",), "train.max_steps=7"),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=6",), "train.max_steps=6"),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=8",), None),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=null",), None),
+        (("train.epochs=3",), 30, 3, (), "train.epochs=3"),
+        (("train.epochs=3",), 30, 3, ("train.max_steps=90",), "train.epochs=3"),
+        (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.max_steps=30"), "train.max_steps=30"),
+        (("train.epochs=3", "train.early_stop=2"), 30, 3, ("train.epochs=4",), None),
+        (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.early_stop=2"), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, (), "train.early_stop=1"),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.epochs=20",), "train.early_stop=1"),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=2",), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=null",), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("checkpoint.metric=val/loss",), None),
+    ],
+)
+def test_resume_refuses_a_done_run_by_the_limit_that_it_reached(
+    main: Main, settings: tuple[str, ...], steps: int, epochs: float, overrides: tuple[str, ...], reached: str | None
+) -> None:
+    folder = main.start("day/1", *settings, status="done")
+    write_result(folder, Result(status="done", steps=steps, epochs=epochs))
+    code, err = main(f"resume={folder}", *overrides)
+    if reached is None:
+        assert (code, len(main.ran)) == (0, 2), err
+    else:
+        assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
+
+
+def test_resume_is_refused_without_a_checkpoint(main: Main) -> None:
     folder = main.start("day/1", saves=False)
-    code, said = main(f"resume={folder}")
-    assert code == 2 and len(said.splitlines()) == 1
-    assert f"resume={folder}: it has no checkpoint" in said and "start anew" in said
+    code, err = main(f"resume={folder}")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"resume={folder}: has no checkpoint" in err and "without resume" in err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "a_file", "half_written", "not_yaml"])
-def test_what_is_no_run_folder_is_refused_with_advice(main: Main, tmp_path: Path, name: str) -> None:
+def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a_file").write_text("text")
     for broken, text in (("half_written", ""), ("not_yaml", "- [1")):
@@ -267,7 +389,18 @@ def test_what_is_no_run_folder_is_refused_with_advice(main: Main, tmp_path: Path
         (tmp_path / broken / ".hydra" / "overrides.yaml").write_text(text)
         (tmp_path / broken / ".hydra" / "hydra.yaml").write_text(text)
     before = contents(tmp_path)
-    code, said = main(f"resume={name}")
-    assert code == 2 and len(said.splitlines()) == 1
-    assert said.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in said
+    code, err = main(f"resume={name}")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
     assert main.ran == [] and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["outputs", "outputs/train", "outputs/train/2026-01-02"])
+def test_resume_names_the_newest_run_when_the_folder_holds_runs(main: Main, name: str) -> None:
+    newest = main.start("2026-01-02/09-00-00")
+    main.start("2026-01-02/10-00-00", saves=False)
+    older = main.start("2026-01-01/09-00-00")
+    os.utime(older / "checkpoints" / "last.pt", (0, 0))
+    code, err = main(f"resume={name}")
+    assert code == 2
+    assert f"resume={newest.relative_to(Path.cwd())}," in err and err.startswith(f"train.py: resume={name}: ")

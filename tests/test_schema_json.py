@@ -1,4 +1,4 @@
-"""Editors are told the truth about YAML: conf/schema.json is src/schema.py's, takes every file of conf/, and finds mistakes."""
+"""Files generated from src/schema.py: conf/schema.json, which accepts every file of conf/ and finds mistakes, and docs/keys.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from conftest import ROOT
 from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
-from scripts.maintain.schema import files
+from scripts.schema import files
+from src.schema import Config, leaves
 
 pytestmark = pytest.mark.portable
 
@@ -21,25 +22,40 @@ OPTION_FILES = [path for path in sorted(CONF.rglob("*.yaml")) if path.parent.nam
 
 
 def validator(path: Path) -> Draft7Validator:
-    """For a file of conf/: of a whole config where its package is global, else of its group."""
+    """Return the validator of a file of conf/: for a whole config if its package is global, else for its group."""
     is_whole = path.parent == CONF or "# @package _global_" in path.read_text(encoding="utf-8")
     part = {} if is_whole else {"$ref": f"#/$defs/{path.parent.name}", "$defs": WHOLE["$defs"]}
     return Draft7Validator(WHOLE if is_whole else part)
 
 
 @pytest.mark.parametrize("path", sorted(files()))
-def test_it_is_made_from_the_schema_of_today(path: str) -> None:
+def test_file_generated_from_schema_is_up_to_date(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == files()[path], "run make schema"
 
 
+def test_every_config_key_has_one_sentence_of_help() -> None:
+    assert [key for key, _, field in leaves(Config()) if not field.metadata.get("help", "").endswith(".")] == []
+
+
+def test_keys_page_and_schema_show_the_help_of_every_key() -> None:
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    for key, _, field in leaves(Config()):
+        part: Any = WHOLE
+        for name in key.split("."):
+            part = part["properties"][name]
+            part = WHOLE["$defs"][name] if "$ref" in part else part
+        assert part["description"] == field.metadata["help"], key
+        assert f"| `{key}` |" in page
+
+
 @pytest.mark.parametrize("path", OPTION_FILES, ids=lambda path: str(path.relative_to(CONF)))
-def test_every_option_file_is_valid(path: Path) -> None:
+def test_option_file_matches_the_schema(path: Path) -> None:
     contents = OmegaConf.to_container(OmegaConf.load(path)) or {}  # as Hydra reads: 5e-4 is a number
     assert [error.message for error in validator(path).iter_errors(contents)] == []
 
 
 @pytest.mark.parametrize(
-    ("file", "contents", "said"),
+    ("file", "contents", "named"),
     [
         ("experiment/compare.yaml", {"modle": {}}, "modle"),
         ("experiment/compare.yaml", {"optim": {"leraning_rate": 1}}, "leraning_rate"),
@@ -52,14 +68,14 @@ def test_every_option_file_is_valid(path: Path) -> None:
         ("train/default.yaml", {"epochs": 1.5}, "1.5"),
     ],
 )
-def test_a_mistake_is_found(file: str, contents: dict[str, Any], said: str) -> None:
-    found = [error.message for error in validator(CONF / file).iter_errors(contents)]
-    assert found
-    assert said in str(found)
+def test_schema_rejects_an_invalid_option_file(file: str, contents: dict[str, Any], named: str) -> None:
+    errors = [error.message for error in validator(CONF / file).iter_errors(contents)]
+    assert errors
+    assert named in str(errors)
 
 
 @pytest.mark.parametrize(
     "contents", [{"lr": "${oc.env:LR}"}, {"clip_grad": None}, {"sched": "wsd"}, {"kwargs": {"x": [1]}}]
 )
-def test_what_is_allowed_is_taken(contents: dict[str, Any]) -> None:
+def test_schema_accepts_valid_values(contents: dict[str, Any]) -> None:
     assert validator(CONF / "optim" / "sgd.yaml").is_valid(contents)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ def numbers(folder: Path) -> tuple[Any, ...]:
     return read_result(folder).parameters_hash, lines
 
 
-def test_a_job_on_two_nodes_has_the_numbers_of_one_machine(jobs: Jobs, train: Train) -> None:
+def test_job_on_two_nodes_matches_run_on_one_machine(jobs: Jobs, train: Train) -> None:
     done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment).finish()
     assert done.returncode == 0, done.output
     assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
@@ -38,8 +41,8 @@ def test_a_job_on_two_nodes_has_the_numbers_of_one_machine(jobs: Jobs, train: Tr
     assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
 
 
-def test_two_jobs_go_on_in_their_own_folders_whatever_happens_to_them(jobs: Jobs, train: Train) -> None:
-    """A warning signal to both at once; then a node of both is lost."""
+def test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node(jobs: Jobs, train: Train) -> None:
+    """Both jobs get a warning signal at the same time, and then lose a node."""
     folders = [jobs.submit("slow", *LONG), jobs.submit("fast", *LONG, "optim.lr=0.01")]
     for folder in folders:
         jobs.wait_for_steps(folder)
@@ -57,18 +60,38 @@ def test_two_jobs_go_on_in_their_own_folders_whatever_happens_to_them(jobs: Jobs
     for folder in folders:
         jobs.wait(lambda folder=folder: jobs.state(folder) == "", 600, folder)
         log = (folder / "logs" / "slurm.log").read_text()
-        assert log.count("going on from") == 2 and "stopped by SIGUSR1" in log, log
-    for folder, word in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
-        alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *LONG, word)
-        assert numbers(folder) == numbers(alone), "as if nothing had happened"
+        assert log.count("resumed from") == 2 and "stopped by SIGUSR1" in log, log
+    for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
+        alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *LONG, override)
+        assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
 
 
-def test_scancel_leaves_nothing_and_a_refused_job_no_folder(jobs: Jobs, train: Train) -> None:
+def test_restarted_job_waits_until_its_first_attempt_ends_when_slurmd_died(jobs: Jobs) -> None:
+    """slurmd is killed while the job's processes survive, so Slurm starts the job again on the other node."""
+    overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
+    folder = jobs.submit("orphan", *overrides)
+    jobs.wait_for_steps(folder)
+    lost = jobs.slurm("squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}")
+    daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
+    os.kill(int(daemon.read_text()), signal.SIGKILL)
+    log = folder / "logs" / "slurm.log"
+    jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
+    before = jobs.steps(folder)
+    jobs.wait_for_steps(folder, before)  # the first start still trains, and no other process writes here
+    subprocess.run(["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]], env=jobs.environment, check=True)
+    jobs.wait(lambda: jobs.state(folder) == "", 600, folder)
+    assert read_result(folder).status == "done", log.read_text()
+    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+    assert steps == sorted(set(steps)) and steps[-1] > 2300, "each step is recorded once"
+    assert log.read_text().count("resumed from") == 1
+
+
+def test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder(jobs: Jobs, train: Train) -> None:
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
-    # On one machine the running job holds the lock; from another host, or while it waits, the queue is what tells.
-    assert refused.returncode == 2 and re.search("it belongs to job|in use by process", refused.stderr), refused.output
+    # On one machine the running job holds the lock; from another host, or while it waits, only the queue shows it.
+    assert refused.returncode == 2 and re.search("belongs to job|in use by process", refused.stderr), refused.output
     jobs.slurm("scancel", (folder / "job.id").read_text().strip())
     jobs.wait(lambda: jobs.state(folder) == "", 150, folder)
     jobs.wait(lambda: not jobs.left(folder), 60, folder)

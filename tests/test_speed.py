@@ -1,4 +1,4 @@
-"""What keeps the loop fast, as counts: looks at the device, work that grows with the steps, pages faulted in."""
+"""Cost of the training loop, measured by counting device reads, calls per step and page faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_ranks, resolved
+from conftest import evaluate_batches, in_ranks, resolved
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed import PrefixStore
@@ -23,18 +23,18 @@ from torch.utils.tensorboard import SummaryWriter
 from src.engine.machine.ranks import Ranks
 from src.engine.record.console import Console
 from src.engine.record.result import MetricsLog
-from src.models.build import build_ema
+from src.models.ema import build_ema
 from src.parallel import build_strategy
 from src.parallel.distributed import has_only_batch_norm_buffers
-from src.parallel.forward import set_matmul_precision
-from src.run.build import Run
-from src.run.lifecycle import Training
 from src.schema import EmaConfig
-from src.training.loop import train_epoch
-from src.training.metrics import evaluate
-from src.training.state import Progress
+from src.train.build import RunParts
+from src.train.loop import train_epoch
+from src.train.run import Trainer
+from src.train.state import Progress
+from src.train.step import TrainStep, set_matmul_precision
 
-BUSY = (  # everything that a step can be asked to do, but for what looks at every step by its nature
+# Every option of a step that does not read values by its nature.
+BUSY = (
     "model.ema.decay=0.99",
     "optim.clip_grad=1.0",
     "train.accumulate=2",
@@ -43,8 +43,8 @@ BUSY = (  # everything that a step can be asked to do, but for what looks at eve
 )
 
 
-class Looks(TorchDispatchMode):
-    """Counts what makes the processor wait for a GPU: values read, and copies to the host."""
+class ValueReads(TorchDispatchMode):
+    """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Looks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def looks(steps: int, *overrides: str) -> int:
-    """At values, in so many steps with one boundary."""
+def count_reads(steps: int, *overrides: str) -> int:
+    """Count the tensor values read by the CPU in `steps` steps, of which one is a sync step."""
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -73,48 +73,46 @@ def looks(steps: int, *overrides: str) -> int:
         *overrides,
     )
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = Run(config, strategy)
-    with Looks() as found:
-        for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, steps, run.mixing):
+    run = RunParts(config, strategy)
+    with ValueReads() as reads:
+        for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, steps, run.mixing):
             pass
-    return found.count
+    return reads.count
 
 
 @pytest.mark.parametrize("overrides", [(), BUSY, ("train.precision=bf16",)], ids=["plain", "busy", "bf16"])
-def test_no_step_waits_for_a_value(overrides: tuple[str, ...]) -> None:
-    few, many = looks(5, *overrides), looks(25, *overrides)
-    assert 1 <= few <= 10, "the boundary fetches its losses"
+def test_steps_between_sync_steps_do_not_read_values_from_the_device(overrides: tuple[str, ...]) -> None:
+    few, many = count_reads(5, *overrides), count_reads(25, *overrides)
+    assert 1 <= few <= 10, "the sync step fetches its losses"
     assert many == few
 
 
-def test_evaluation_waits_for_the_device_at_its_end_alone() -> None:
-    """torch.bincount reads its largest value, and so does an index by a mask."""
+def test_evaluation_reads_values_from_the_device_only_at_its_end() -> None:
+    """torch.bincount and indexing with a mask, for example, would read values earlier."""
     strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
 
-    def looks_at(batches: int) -> int:
+    def reads_of(batches: int) -> int:
         images, labels = torch.zeros(batches, 4, 3, 2, 2), torch.zeros(batches, 4, dtype=torch.int64)
-        with Looks() as found:
-            evaluate(
-                model, zip(images, labels, strict=True), strategy=strategy, num_samples=4 * batches, num_classes=10
-            )
-        return found.count
+        with ValueReads() as reads:
+            evaluate_batches(model, zip(images, labels, strict=True), strategy, 4 * batches, 10)
+        return reads.count
 
-    assert looks_at(2) == looks_at(20)
+    assert reads_of(2) == reads_of(20)
 
 
-def test_tf32_rounds_matrix_products_and_fp32_does_not() -> None:
+def test_train_precision_sets_matmul_precision_of_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        for word, is_set in (("tf32", "high"), ("fp32", "highest")):
-            set_matmul_precision(word)
-            assert torch.get_float32_matmul_precision() == is_set
+        for precision, expected in (("tf32", "high"), ("fp32", "highest")):
+            set_matmul_precision(precision)
+            assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def written(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls that log, write or draw, of a run with one boundary."""
+def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls that log, write or draw in a run with one sync step."""
     calls: Counter[str] = Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -136,23 +134,23 @@ def written(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counte
             "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",
             f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
         )  # fmt: skip
-        training = Training(config, folder, Ranks(), None)
+        training = Trainer(config, folder, Ranks(), None)
         training.train()
         training.close()
     monkeypatch.undo()
     return calls
 
 
-def test_nothing_is_logged_or_drawn_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_between_sync_steps_do_not_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "many").mkdir()
-    few, many = written(5, tmp_path / "few", monkeypatch), written(45, tmp_path / "many", monkeypatch)
+    few, many = count_writes(5, tmp_path / "few", monkeypatch), count_writes(45, tmp_path / "many", monkeypatch)
     assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
     for name, count in many.items():
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
 
 
-def test_averaged_weights_are_timms_without_two_lists_of_tensors_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_matches_timm_without_a_state_dict_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))
@@ -167,7 +165,8 @@ def test_averaged_weights_are_timms_without_two_lists_of_tensors_per_step(monkey
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 6):
-        if step == 4:  # as a resumed run does
+        # As a resumed run does.
+        if step == 4:
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
         model(torch.randn(8, 3, 3, 3)).square().sum().backward()
         optimizer.step()
@@ -181,7 +180,7 @@ def test_averaged_weights_are_timms_without_two_lists_of_tensors_per_step(monkey
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
-    """(whether DDP sends buffers in every step, rank 0's weights and buffers after five steps)."""
+    """Return (True if DDP sends buffers in every step, sums of the weights and buffers after five steps)."""
     config = resolved(
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",
         f"parallel.broadcast_buffers={broadcast}",
@@ -189,31 +188,31 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     strategy = build_strategy(config.parallel, ranks, store)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
-    wrapped = strategy.wrap(model, nn.CrossEntropyLoss(), None)
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(ranks.rank)
     for _ in range(5):
-        wrapped(torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,))).backward()
+        wrapped(torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,)))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
-    strategy.share_buffers(model)
+    strategy.buffers.share(model)
     sends = bool(wrapped.broadcast_buffers if hasattr(wrapped, "broadcast_buffers") else wrapped.forward_sync_buffers)
     bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
     strategy.close()
     return sends, bits
 
 
-def test_batch_norms_buffers_are_not_sent_in_every_step_and_it_makes_no_difference() -> None:
-    (quiet, loud), (others, _) = in_ranks(both_ways, 2)
-    assert (quiet[0], loud[0]) == (False, True)
-    assert quiet[1] == others[1] == loud[1]
+def test_ddp_does_not_send_batchnorm_buffers_and_keeps_results_bit_identical() -> None:
+    (default, sending), (default_of_rank_1, _) = in_ranks(both_ways, 2)
+    assert (default[0], sending[0]) == (False, True)
+    assert default[1] == default_of_rank_1[1] == sending[1]
 
 
 def both_ways(ranks: Ranks, store: Any) -> list[tuple[bool, list[float]]]:
-    return [buffers_and_bits(ranks, PrefixStore(word, store), word) for word in ("null", "true")]
+    return [buffers_and_bits(ranks, PrefixStore(value, store), value) for value in ("null", "true")]
 
 
-def test_buffers_that_training_may_read_are_still_sent() -> None:
+def test_ddp_sends_buffers_when_training_may_read_them() -> None:
     assert has_only_batch_norm_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     other = nn.Linear(2, 2)
     other.register_buffer("queue", torch.zeros(3))
@@ -234,17 +233,17 @@ def step():
 for _ in range(4):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(30):  # some ten of them need no new pages by luck
+for _ in range(30):  # about ten of them need no new pages by chance
     step()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 @pytest.mark.processes
-def test_pages_of_freed_tensors_are_used_again() -> None:
-    """Without keep_freed_memory 2,500 to 9,000 pages are faulted in anew by each of these steps."""
+def test_keep_freed_memory_reuses_pages() -> None:
+    """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
@@ -255,26 +254,28 @@ ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
-def test_a_steady_step_never_synchronises_with_the_gpu(accelerator: str) -> None:
-    """On a CPU nothing can; there it shows that the steps are there to be run."""
+def test_step_between_sync_steps_does_not_synchronize_with_the_gpu(accelerator: str) -> None:
+    """On a CPU a step cannot synchronize, so the test only checks that the steps run."""
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *BUSY, "train.precision=bf16", "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = Run(config, strategy)
+    run = RunParts(config, strategy)
 
-    def train(boundary: int, progress: Progress) -> None:
-        """To the boundary, and no further."""
-        run.state.progress, config.train.log_every = progress, boundary
-        next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.moments, 10**9, run.mixing))
+    def train(sync_step: int, progress: Progress) -> None:
+        """Train up to and including the sync step."""
+        run.state.progress, config.train.log_every = progress, sync_step
+        next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, 10**9, run.mixing))
 
-    train(7, Progress())  # past the first step and the warm-up, where the meter waits
+    # Past the first step and the warm-up, where the meter waits.
+    train(7, Progress())
     progress = Progress()
     if accelerator == "cpu":
         train(8, progress)
     else:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with pytest.raises(RuntimeError, match="synchroniz"):  # at the boundary, where the losses are fetched
+            # At the sync step, where the losses are fetched.
+            with pytest.raises(RuntimeError, match="synchroniz"):
                 train(8, progress)
         finally:
             torch.cuda.set_sync_debug_mode("default")

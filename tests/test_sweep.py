@@ -1,4 +1,4 @@
-"""A sweep over strategies and device counts is right: each job proves its world size, and equals the same config run alone."""
+"""Sweeps over strategies and device counts. Each job has the right world size and matches the same config run alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from conftest import train_warm
 from hydra._internal.utils import get_args_parser
 
-from src.engine.config.compose import read_frozen
+from src.engine.config.compose import load_config
 from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
@@ -45,74 +45,85 @@ def points(*overrides: str) -> Any:
     return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
-def test_impossible_points_are_skipped_with_a_reason() -> None:
-    found = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
-    assert [bool(point.reason) for point in found] == [False, True, False, True]
-    assert "single uses one device" in found[1].reason
-    assert "nearest: 63, 66" in found[3].reason
+def test_impossible_configuration_is_skipped_with_a_reason() -> None:
+    expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
+    assert [bool(point.reason) for point in expanded] == [False, True, False, True]
+    assert "single uses one device" in expanded[1].reason
+    assert "nearest: 63, 66" in expanded[3].reason
 
 
-def test_all_cpu_points_get_the_same_threads() -> None:
-    found = points("parallel=single,dp,ddp", "parallel.devices=1,2")
-    assert len({point.config.parallel.threads_per_device for point in found if not point.reason}) == 1
+def test_sweep_announces_the_number_of_points_when_they_are_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*given: object) -> None:
+        raise ValueError("composing starts")
+
+    monkeypatch.setattr("src.engine.sweep.points.make_point", stop)
+    for count, announced in ((50, ""), (51, "51 points")):
+        with pytest.raises(ValueError, match="composing starts"):
+            points(f"seed=range({count})")
+        err = capsys.readouterr().err
+        assert bool(err) == bool(announced) and announced in err
 
 
-def test_so_do_those_on_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_configurations_get_equal_thread_counts() -> None:
+    expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
+    assert len({point.config.parallel.threads_per_device for point in expanded if not point.reason}) == 1
+
+
+def test_cpu_configurations_get_equal_thread_counts_when_gpus_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (gpu,))
     monkeypatch.setattr(hardware, "cores", lambda: 8)
-    found = points("parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=1,2")
-    assert [point.config.parallel.threads_per_device for point in found] == [4, 4]
+    expanded = points("parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=1,2")
+    assert [point.config.parallel.threads_per_device for point in expanded] == [4, 4]
 
 
 @pytest.mark.parametrize(
     "overrides", [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]]
 )
-def test_what_can_never_be_right_refuses_the_whole_sweep(overrides: list[str]) -> None:
+def test_sweep_is_refused_when_a_value_is_invalid(overrides: list[str]) -> None:
     with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
         points(*overrides)
 
 
-def test_a_range_without_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"seed=range\(3,3\): a swept range holds no number"):
+def test_sweep_is_refused_when_a_range_is_empty() -> None:
+    with pytest.raises(ValueError, match=r"seed=range\(3,3\): "):
         points("seed=range(3,3)")
 
 
-def test_editing_yaml_changes_nothing_queued(tmp_path: Path) -> None:
-    """Jobs run from the config.yaml in their folder; nothing reads conf/ any more."""
+def test_queued_jobs_ignore_yaml_edited_after_the_sweep_began(tmp_path: Path) -> None:
+    """Jobs read config.yaml in their folder, not conf/."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
-    assert [read_frozen(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
+    assert [load_config(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
     assert jobs.baseline_repeated == []
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)])
-def test_strategies_and_device_counts(tmp_path: Path, strategies: str) -> None:
-    """The sweep that every well-known stack gets wrong; single x 2 is skipped. All at once: test_readme.py.
-
-    A job run alone has the numbers of the sweep, bit for bit.
-    """
+def test_sweep_over_strategies_and_devices_has_the_right_world_sizes(tmp_path: Path, strategies: str) -> None:
+    """single on two devices is skipped. A job run alone equals the same job in the sweep, bit for bit."""
     folder = tmp_path / "sweep"
     done = sweep(folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1")
     assert done.returncode == 0, done.stderr
-    found = results(folder)
+    done_results = results(folder)
     wanted = [("single", 1, 1, 1), ("dp", 2, 2, 1), ("dp", 1, 1, 1), ("ddp", 2, 2, 2), ("ddp", 1, 1, 1)]
     wanted = [row for row in wanted if row[0] in strategies.split(",")]
     assert statuses(folder) == ["skipped", *["done"] * len(wanted)]
-    assert [(r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in found] == wanted
-    for result in found:
-        assert result["val"]["loss"] == pytest.approx(found[0]["val"]["loss"], abs=1e-5)
+    assert [(r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in done_results] == wanted
+    for result in done_results:
+        assert result["val"]["loss"] == pytest.approx(done_results[0]["val"]["loss"], abs=1e-5)
         assert result["val"]["samples"] == 270
     assert (folder / "report.html").exists()
     assert "single uses one device" in (folder / "report.md").read_text()
-    on_two_devices = read_frozen(folder / read_jobs(folder).jobs[2].folder)
+    on_two_devices = load_config(folder / read_jobs(folder).jobs[2].folder)
     alone = read_result(train_warm(on_two_devices, tmp_path / "alone"))
-    assert (alone.val, alone.parameters_hash) == (found[1]["val"], found[1]["parameters_hash"])
+    assert (alone.val, alone.parameters_hash) == (done_results[1]["val"], done_results[1]["parameters_hash"])
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_failing_job_is_a_row_and_the_rest_run(tmp_path: Path) -> None:
+def test_sweep_lists_a_failed_job_and_runs_the_remaining_jobs(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = sweep(folder, "model.num_classes=3,10", "parallel=single")
     assert done.returncode == 1
@@ -123,7 +134,7 @@ def test_a_failing_job_is_a_row_and_the_rest_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_interrupted_and_resumed(tmp_path: Path) -> None:
+def test_interrupted_sweep_is_completed_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""What people look at: one TensorBoard writer, the same numbers in metrics.jsonl, a console that is clean when redirected."""
+"""Outputs of a run: one TensorBoard writer, equal numbers in metrics.jsonl, plain text when stdout is redirected."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def events(finished_run: Finished) -> EventAccumulator:
 
 
 @pytest.mark.processes
-def test_every_promised_curve_is_there(events: EventAccumulator) -> None:
+def test_tensorboard_has_every_documented_curve(events: EventAccumulator) -> None:
     tags = set(events.Tags()["scalars"])
     assert tags >= CURVES
     assert any(tag.startswith("memory/") for tag in tags)
 
 
 @pytest.mark.processes
-def test_images_confusion_matrix_config_and_hparams_are_in_the_same_run(
+def test_tensorboard_has_images_confusion_matrix_config_and_hparams_in_one_run(
     finished_run: Finished, events: EventAccumulator
 ) -> None:
     tags = events.Tags()
@@ -62,7 +62,9 @@ def test_images_confusion_matrix_config_and_hparams_are_in_the_same_run(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tag", ["train/loss", "lr", "val/acc", "val/loss"])
-def test_metrics_jsonl_has_the_same_numbers(finished_run: Finished, events: EventAccumulator, tag: str) -> None:
+def test_metrics_jsonl_has_the_same_values_as_tensorboard(
+    finished_run: Finished, events: EventAccumulator, tag: str
+) -> None:
     written = [(line["step"], line[tag]) for line in finished_run.metrics if tag in line]
     drawn = [(event.step, event.value) for event in events.Scalars(tag)]
     assert [step for step, _ in written] == [step for step, _ in drawn]
@@ -71,7 +73,7 @@ def test_metrics_jsonl_has_the_same_numbers(finished_run: Finished, events: Even
 
 
 @pytest.mark.processes
-def test_the_numbers_of_the_result_are_the_last_that_were_logged(finished_run: Finished) -> None:
+def test_result_has_the_last_logged_numbers(finished_run: Finished) -> None:
     last: dict[str, Any] = {}
     for line in finished_run.metrics:
         last.update(line)
@@ -81,33 +83,33 @@ def test_the_numbers_of_the_result_are_the_last_that_were_logged(finished_run: F
 
 
 @pytest.mark.processes
-def test_redirected_output_is_one_line_per_epoch_without_control_codes(finished_run: Finished) -> None:
+def test_redirected_output_has_one_line_per_epoch_without_control_codes(finished_run: Finished) -> None:
     assert not re.search(r"[\r\x1b]", finished_run.stdout + finished_run.stderr)
     epochs = [line for line in finished_run.stdout.splitlines() if line.startswith("epoch ")]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     names = [line.split()[0] for line in finished_run.stdout.splitlines()]
     for fact in ("model", "data", "strategy", "batch", "steps", "lr", "folder"):
         assert fact in names[:8], finished_run.stdout
-    assert names[-3:] == ["run", "accuracy", "curves"]
+    assert names[-3:] == ["run", "metrics", "curves"]
     assert f"tensorboard --logdir {finished_run.folder}" in finished_run.stdout.splitlines()[-1]
     assert finished_run.stderr == ""
 
 
-def test_a_driver_too_old_for_this_torch_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategy_refuses_a_driver_that_is_too_old_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = ParallelConfig(strategy="single", devices=1, accelerator="cuda", threads_per_device=1)
-    with pytest.raises(RuntimeError, match="driver is probably older") as said:
+    with pytest.raises(RuntimeError, match=r"parallel\.accelerator=cpu") as refusal:
         Single(config, Ranks())
-    assert "parallel.accelerator=cpu" in str(said.value)
+    assert "NVIDIA driver" in str(refusal.value)
 
 
 @pytest.mark.processes
-def test_a_folder_name_with_a_space_makes_a_command_that_can_be_copied(
+def test_tensorboard_command_quotes_a_folder_name_with_a_space(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from src.engine.record.result import Result
-    from src.run.proof import show_end
+    from src.engine.runtime.banner import show_end
 
     with caplog.at_level("INFO"):
-        show_end(ResolvedConfig(), Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}))
+        show_end(ResolvedConfig(), Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}), [])
     assert "--logdir '/tmp/my runs/1'" in caplog.text

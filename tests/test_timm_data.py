@@ -1,4 +1,4 @@
-"""`data=timm`: data by timm's names, found here or refused with what to do. Nothing is fetched in these tests."""
+"""`data=timm`: datasets with timm's names, read from disk or refused with a fix. These tests do not download data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from src.data import tars
-from src.data.datasets import build_images
-from src.data.folders import check_data
-from src.data.loader import Reader
-from src.data.sampling import Request, TrainRequests
+from src.data.check import check_data
+from src.data.datasets import build_dataset
+from src.engine.data import tar_index as tars
+from src.engine.data.loader import BatchFetcher
+from src.engine.data.samplers import IndexBatch, TrainSampler
 from src.schema import Config
 
 CLASSES = ("cat", "dog")
@@ -48,18 +48,18 @@ def folders(count: int, start: int = 0) -> dict[str, bytes]:
 
 
 def pairs(count: int, start: int = 0) -> dict[str, bytes]:
-    found = {}
+    members: dict[str, bytes] = {}
     for n in range(start, start + count):
-        found |= {f"{n:06d}.png": png(n), f"{n:06d}.cls": str(n % 2).encode(), f"{n:06d}.json": b"{}"}
-    return found
+        members |= {f"{n:06d}.png": png(n), f"{n:06d}.cls": str(n % 2).encode(), f"{n:06d}.json": b"{}"}
+    return members
 
 
-def config_of(name: str, root: Path, *words: str) -> Config:
-    return resolved("data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *words)
+def config_of(name: str, root: Path, *overrides: str) -> Config:
+    return resolved("data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides)
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """(red of the image, label) of every sample; in these data the label is the red, modulo 2."""
+    """Return (red value, label) of every sample. In these data the label is the red value modulo 2."""
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
@@ -72,7 +72,7 @@ def values_and_labels(split: Any) -> list[tuple[int, int]]:
     ],
 )
 @pytest.mark.parametrize("name", ["tar", "wds"])
-def test_tars_are_read_in_place_by_number(
+def test_samples_in_tar_files_are_read_by_index(
     tmp_path: Path, name: str, train: dict[str, int], val: dict[str, int]
 ) -> None:
     members = folders if name == "tar" else pairs
@@ -81,28 +81,28 @@ def test_tars_are_read_in_place_by_number(
         for file, count in layout.items():
             write_tar(tmp_path / file, members(count, start))
             start += count
-    images = build_images(config_of(name, tmp_path).data)
+    images = build_dataset(config_of(name, tmp_path).data)
     assert images.class_names == (list(CLASSES) if name == "tar" else ["0", "1"])
     assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
 
 
-def test_a_pattern_names_its_tars(tmp_path: Path) -> None:
+def test_split_pattern_selects_matching_tars(tmp_path: Path) -> None:
     for number in range(9, 12):
         write_tar(tmp_path / f"shard-{number:04d}.tar", pairs(2, 2 * number))
     write_tar(tmp_path / "val.tar", pairs(2))
     config = config_of("wds", tmp_path, "+data.kwargs.train_split='shard-{0009..0011}.tar'")
-    assert [value for value, _ in values_and_labels(build_images(config.data).train)] == list(range(18, 24))
+    assert [value for value, _ in values_and_labels(build_dataset(config.data).train)] == list(range(18, 24))
     (tmp_path / "shard-0010.tar").unlink()
     with pytest.raises(ValueError, match=r"shard-0010\.tar of .* is not there"):
-        build_images(config.data)
+        build_dataset(config.data)
 
 
 @given(first=st.integers(0, 99), more=st.integers(0, 30))
 @settings(max_examples=30, deadline=None)
-def test_braces_expand_as_in_a_shell(first: int, more: int) -> None:
-    found = tars._expand_braces(f"a-{{{first:03d}..{first + more:03d}}}.tar")
-    assert found == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
+def test_braces_in_a_split_pattern_expand_as_in_a_shell(first: int, more: int) -> None:
+    names = tars._expand_braces(f"a-{{{first:03d}..{first + more:03d}}}.tar")
+    assert names == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_braces_expand_as_in_a_shell(first: int, more: int) -> None:
     ],
     ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
 )
-def test_names_in_tars_are_as_people_make_them(
+def test_tar_accepts_common_member_names(
     tmp_path: Path, name: str, members: dict[str, bytes], classes: list[str]
 ) -> None:
     for split in ("train", "val"):
         write_tar(tmp_path / f"{split}.tar", members)
-    images = build_images(config_of(name, tmp_path).data)
+    images = build_dataset(config_of(name, tmp_path).data)
     assert images.class_names == classes
     assert values_and_labels(images.train) == [(0, 0), (1, 1)]
 
@@ -138,7 +138,7 @@ def cut_off(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "prepare", "said"),
+    ("name", "prepare", "reason"),
     [
         ("tar", lambda root: None, r"no tar of the split train; expected .*train\.tar"),
         ("tar", compressed, "not readable as an uncompressed tar"),
@@ -148,41 +148,37 @@ def cut_off(root: Path) -> None:
         ("wds", lambda root: write_tar(root / "train.tar", folders(2)), "has no label"),
         ("wds", lambda root: write_tar(root / "train.tar", {"a.png": png(0), "a.cls": b"cat"}), "must hold a number"),
     ],
-    ids=["none", "compressed", "rubbish", "cut off", "no images", "no labels", "label no number"],
+    ids=["none", "compressed", "rubbish", "cut off", "no images", "no labels", "label is no number"],
 )
-def test_tars_that_cannot_be_used_are_refused(tmp_path: Path, name: str, prepare: Any, said: str) -> None:
+def test_error_names_the_path_of_an_unusable_tar(tmp_path: Path, name: str, prepare: Any, reason: str) -> None:
     prepare(tmp_path)
     write_tar(tmp_path / "val.tar", folders(2) if name == "tar" else pairs(2))
-    with pytest.raises(ValueError, match=said) as refusal:
-        build_images(config_of(name, tmp_path).data)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        build_dataset(config_of(name, tmp_path).data)
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("names", [("carnival-train", "carnival-test"), ("constrained-train", "constrained-val")])
-def test_a_tar_is_not_trained_and_evaluated_on_because_a_word_is_in_its_name(
-    tmp_path: Path, names: tuple[str, str]
-) -> None:
-    """`val` is in carnival, and `train` in constrained."""
+def test_tar_that_matches_two_splits_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    """`carnival` contains `val`, and `constrained` contains `train`."""
     for name in names:
         write_tar(tmp_path / f"{name}.tar", folders(2))
-    with pytest.raises(
-        ValueError, match=r"\.tar is of the splits train and validation; name their tars in data\.kwargs"
-    ):
-        build_images(config_of("tar", tmp_path).data)
-    words = [f"+data.kwargs.{part}_split='{name}'" for part, name in zip(("train", "val"), names, strict=True)]
-    images = build_images(config_of("tar", tmp_path, *words).data)
+    with pytest.raises(ValueError, match=r"\.tar is of the splits train and validation; .*data\.kwargs\.train_split"):
+        build_dataset(config_of("tar", tmp_path).data)
+    overrides = [f"+data.kwargs.{part}_split='{name}'" for part, name in zip(("train", "val"), names, strict=True)]
+    images = build_dataset(config_of("tar", tmp_path, *overrides).data)
     assert len(images.train) == len(images.val) == 2
 
 
-def test_a_class_that_training_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_validation_class_missing_in_training_data_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", {"cat/1.png": png(0), "dog/1.png": png(1)})
     write_tar(tmp_path / "val.tar", {"cow/1.png": png(0)})
-    with pytest.raises(ValueError, match="the class 'cow' is in a split, but not in train"):
-        build_images(config_of("tar", tmp_path).data)
+    with pytest.raises(ValueError, match="'cow'"):
+        build_dataset(config_of("tar", tmp_path).data)
 
 
 def write_mnist(root: Path, count: int) -> None:
-    """The raw files as torchvision unpacks them, of which it asks only that they are there."""
+    """Write the raw files as torchvision unpacks them. torchvision checks only that they exist."""
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -192,29 +188,29 @@ def write_mnist(root: Path, count: int) -> None:
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
 
 
-def test_a_dataset_of_torchvision_that_is_here_is_read(tmp_path: Path) -> None:
+def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> None:
     write_mnist(tmp_path, 24)
-    images = build_images(config_of("torch/mnist", tmp_path).data)
+    images = build_dataset(config_of("torch/mnist", tmp_path).data)
     assert (images.in_chans, len(images.class_names), len(images.train)) == (1, 10, 24)
     image, label = images.train[7]
     assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == ((1, 28, 28), torch.uint8, 7, 7)
 
 
 @pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist", "torch/fashion_mnist"])
-def test_one_that_is_not_here_says_how_to_get_it(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not in .*; data\.kwargs\.download=true fetches it") as refusal:
-        build_images(config_of(name, tmp_path).data)
+def test_error_names_the_download_key_when_torchvision_data_is_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.kwargs\.download=true") as refusal:
+        build_dataset(config_of(name, tmp_path).data)
     assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)
 
 
-def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: needs a package: pip install datasets"):
-        build_images(config_of("hfds/ylecun/mnist", tmp_path).data)
+    with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
+        build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)
 
 
 @pytest.mark.parametrize("label", [2, -1])
-def test_a_label_outside_the_head_is_refused(label: int) -> None:
+def test_label_is_refused_when_the_model_has_too_few_classes(label: int) -> None:
     class Split:
         def __len__(self) -> int:
             return 3
@@ -223,7 +219,7 @@ def test_a_label_outside_the_head_is_refused(label: int) -> None:
             return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
 
     with pytest.raises(ValueError, match=rf"labels from .*{label}.*, but 2 classes"):
-        Reader(Split(), 2, None, 0).read(Request(0, np.arange(3)))
+        BatchFetcher(Split(), 2, None, 0).read(IndexBatch(0, np.arange(3)))
 
 
 @given(
@@ -234,14 +230,14 @@ def test_a_label_outside_the_head_is_refused(label: int) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_repeated_augmentation_shows_copies_of_an_image_in_one_global_batch(
+def test_repeated_augmentation_puts_copies_of_an_image_in_one_global_batch(
     num_images: int, copies: int, world_size: int, batch: int, seed: int
 ) -> None:
-    """An epoch has as many samples as ever, of fewer images; each copy is a sample of its own."""
+    """An epoch has the same number of samples from fewer images. Each copy of an image has a separate index."""
     global_batch = batch * world_size * copies
     if num_images < global_batch:
         return
-    shards = [TrainRequests(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
+    shards = [TrainSampler(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
     own = [shard.shard().split(global_batch // world_size) for shard in shards]
     assert all(len(batches) == num_images // global_batch for batches in own)
     for step in zip(*own, strict=True):
@@ -252,6 +248,6 @@ def test_repeated_augmentation_shows_copies_of_an_image_in_one_global_batch(
     assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
 
 
-def test_config_check_finds_the_folder_before_torch_is_there(tmp_path: Path) -> None:
+def test_check_data_refuses_a_missing_folder_without_importing_torch(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         check_data(config_of("tar", tmp_path / "nowhere").data)

@@ -1,8 +1,7 @@
-"""`model.weights=<file>`: what fits is loaded and what does not is said; a file of something else is refused."""
+"""`model.weights=<file>` loads common file formats, and refuses a file that would leave more than the head random."""
 
 from __future__ import annotations
 
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
+from src.models.build import build_model
 from src.models.weights import load_weights
 from src.parallel import build_strategy
+from src.schema import ModelConfig
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
+DIGITS = [str(digit) for digit in range(10)]
 
 
 def model(num_classes: int = 10, seed: int = 0, **kwargs: Any) -> nn.Module:
@@ -33,7 +35,7 @@ def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize("form", ["safetensors", "bare", "state_dict", "model"])
-def test_any_usual_form_is_loaded_whole(tmp_path: Path, prefix: str, form: str) -> None:
+def test_common_weight_file_formats_are_loaded_completely(tmp_path: Path, prefix: str, form: str) -> None:
     state = model(seed=1).state_dict()
     named = {prefix + name: tensor for name, tensor in state.items()}
     path = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
@@ -43,31 +45,30 @@ def test_any_usual_form_is_loaded_whole(tmp_path: Path, prefix: str, form: str) 
         torch.save(named if form == "bare" else {form: named, "epoch": 3}, path)
     fresh = model(seed=2)
     assert not is_equal(fresh, state)
-    load_weights(fresh, path)
+    load_weights(fresh, path, DIGITS)
     assert is_equal(fresh, state)
 
 
-def test_a_checkpoint_of_a_run_is_loaded(finished_run: Finished) -> None:
+def test_run_checkpoint_is_loaded_as_weights(finished_run: Finished) -> None:
     path = finished_run.folder / "checkpoints" / "last.pt"
     fresh = model(in_chans=1)
-    load_weights(fresh, path)
+    load_weights(fresh, path, DIGITS)
     assert is_equal(fresh, torch.load(path, weights_only=True)["model"])
 
 
-def test_a_new_head_keeps_its_fresh_weights_and_the_rest_is_listed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_new_head_stays_random_and_unused_tensors_are_listed(
+    tmp_path: Path,
 ) -> None:
     state = model(num_classes=1000, seed=1).state_dict()
     torch.save(state | {"head_dist.weight": torch.zeros(2)}, tmp_path / "weights.pt")
     fresh = model(num_classes=10, seed=2)
     head = {name: tensor.clone() for name, tensor in fresh.state_dict().items() if name.startswith("head")}
-    with caplog.at_level(logging.INFO):
-        load_weights(fresh, tmp_path / "weights.pt")
+    line = load_weights(fresh, tmp_path / "weights.pt", DIGITS)
     assert is_equal(fresh, state, but="head")
     assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in head.items())
-    assert f"{len(state) - 2} of {len(state)} tensors" in caplog.text
-    assert "2 keep their fresh weights: head.weight [1000, 48] against [10, 48], head.bias" in caplog.text
-    assert "1 are in the file alone: head_dist.weight" in caplog.text
+    assert f"{len(state) - 2} of {len(state)} tensors" in line
+    for name in ("head.weight", "head.bias", "[1000, 48]", "[10, 48]", "head_dist.weight"):
+        assert name in line
 
 
 def another_architecture() -> Any:
@@ -79,42 +80,164 @@ def unsafe() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("contents", "said"),
+    ("contents", "message"),
     [
-        (another_architecture, r"of another architecture: 0 of the model's \d+ tensors"),
-        (lambda: model(embed_dim=24).state_dict(), r"of another architecture: \d of the model's"),
-        (lambda: {}, "holds no tensors by name|not readable"),
-        (lambda: {"epoch": 3}, "holds no tensors by name|not readable"),
-        (lambda: torch.zeros(3), "not readable as weights|holds no tensors"),
+        (another_architecture, r"cls_token is not in the file.*model\.name"),
+        (lambda: model(embed_dim=24).state_dict(), r"cls_token is \[1, 1, 24\] .*\[1, 1, 48\] .*model\.kwargs"),
+        (lambda: {}, "contains no tensors|not readable"),
+        (lambda: {"epoch": 3}, "contains no tensors|not readable"),
+        (lambda: torch.zeros(3), "contains no tensors|not readable"),
         (unsafe, "more than tensors and plain values"),
     ],
     ids=["architecture", "width", "empty", "numbers", "tensor", "unsafe"],
 )
-def test_something_else_is_refused_in_a_line(tmp_path: Path, contents: Any, said: str) -> None:
+def test_weights_error_is_one_line_when_a_file_has_no_usable_weights(
+    tmp_path: Path, contents: Any, message: str
+) -> None:
     path = tmp_path / "weights.pt"
     torch.save(contents(), path)
-    with pytest.raises(ValueError, match=said) as refusal:
-        load_weights(model(), path)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_weights(model(), path, DIGITS)
     assert str(refusal.value).startswith(f"model.weights={path}: ")
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_a_damaged_file_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+def test_weights_error_is_one_line_when_a_file_is_damaged(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     save = save_file if name.endswith("safetensors") else torch.save
     save(model().state_dict(), path)
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(ValueError, match="not readable as weights") as refusal:
-        load_weights(model(), path)
+        load_weights(model(), path, DIGITS)
     assert "\n" not in str(refusal.value)
 
 
-def test_training_starts_from_them(finished_run: Finished) -> None:
-    """The whole way from the config: a fine-tuned model's first loss is that of the weights, not of a fresh model."""
-    from src.run.build import Run
+def test_training_starts_from_the_weights_in_a_file(finished_run: Finished) -> None:
+    """The first loss of the fine-tuned model is the loss with the loaded weights, not the loss of a random model."""
+    from src.train.build import RunParts
 
     path = finished_run.folder / "checkpoints" / "last.pt"
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")
-    run = Run(config, build_strategy(config.parallel, Ranks(), None))
+    run = RunParts(config, build_strategy(config.parallel, Ranks(), None))
     assert is_equal(run.state.model, torch.load(path, weights_only=True)["model"])
+
+
+class Wrapped(nn.Module):
+    """A model without `get_classifier`."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.neck = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scores = nn.Linear(4, num_classes)
+        self.last = nn.BatchNorm1d(4)
+
+
+def test_last_linear_layer_is_the_head_of_a_custom_model(tmp_path: Path) -> None:
+    """`num_batches_tracked` of BatchNorm may be missing in the file, as in torch."""
+    state = {name: value for name, value in Wrapped(5).state_dict().items() if "num_batches" not in name}
+    torch.save(state, tmp_path / "weights.pt")
+    fresh = Wrapped(3)
+    line = load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
+    assert is_equal(fresh.neck, {"weight": state["neck.weight"], "bias": state["neck.bias"]})
+    assert "scores.bias, scores.weight" in line
+    del state["neck.weight"]
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"neck\.weight"):
+        load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "channels", "classes"),
+    [
+        ("vit_tiny_patch16_224", (224, 384), (3, 3), (10, 10)),
+        ("vit_tiny_patch16_224", (224, 224), (3, 1), (10, 5)),
+        ("test_resnet", (None, None), (3, 1), (10, 10)),
+        ("test_convnext", (None, None), (1, 4), (10, 7)),
+        ("swin_tiny_patch4_window7_224", (224, 384), (3, 1), (10, 10)),
+    ],
+)
+def test_training_starts_from_weights_adapted_by_timm(
+    tmp_path: Path, name: str, pixels: tuple[Any, Any], channels: tuple[int, int], classes: tuple[int, int]
+) -> None:
+    path = tmp_path / "weights.pth"
+    sizes: list[dict[str, Any]] = [{} if size is None else {"img_size": size} for size in pixels]
+    source = timm.create_model(name, num_classes=classes[0], in_chans=channels[0], **sizes[0])
+    torch.save(source.state_dict(), path)
+    overlay = {
+        "file": str(path),
+        "num_classes": classes[0],
+        "input_size": (channels[0], pixels[0] or 64, pixels[0] or 64),
+        "custom_load": False,
+    }
+    target = {"num_classes": classes[1], "in_chans": channels[1], **sizes[1]}
+    torch.manual_seed(1)
+    expected = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **target)
+    torch.manual_seed(1)
+    config = ModelConfig(name=name, weights=str(path))
+    built = build_model(config, classes[1], channels[1], pixels[1], torch.device("cpu"))
+    load_weights(built, path, [str(number) for number in range(classes[1])])
+    assert list(built.state_dict()) == list(expected.state_dict())
+    assert is_equal(built, expected.state_dict())
+
+
+def test_weights_strict_false_trains_missing_tensors_from_scratch(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    state = model(depth=1).state_dict()
+    torch.save(state, path)
+    deeper = model(seed=2)
+    fresh = {name: tensor.clone() for name, tensor in deeper.state_dict().items()}
+    with pytest.raises(ValueError, match=r"blocks\.1\..*model\.weights_strict=false"):
+        load_weights(deeper, path, DIGITS)
+    with pytest.raises(ValueError, match=r"blocks\.1\."):
+        load_weights(deeper, path, DIGITS, for_evaluation=True, strict=False)
+    line = load_weights(deeper, path, DIGITS, strict=False)
+    assert "blocks.1." in line
+    for name, tensor in deeper.state_dict().items():
+        assert torch.equal(tensor, state[name] if name in state else fresh[name]), name
+
+
+def test_weights_for_a_different_architecture_are_refused_even_if_not_strict(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(another_architecture(), path)
+    with pytest.raises(ValueError, match=r"152|tensors would stay random"):
+        load_weights(model(), path, DIGITS, strict=False)
+
+
+def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of timm's ViT with registers as in facebookresearch/dinov2: no head, a mask token."""
+    renamed = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+    position_of_class = torch.zeros_like(renamed["cls_token"])
+    renamed["pos_embed"] = torch.cat([position_of_class, renamed["pos_embed"]], 1)
+    renamed["register_tokens"] = renamed.pop("reg_token")
+    return renamed | {"mask_token": torch.zeros(1, 24)}
+
+
+def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
+    """Store the tensors as microsoft/unilm does: below `model`, with a relative position index in each block."""
+    index = {f"blocks.{block}.attn.relative_position_index": torch.zeros(1) for block in (0, 1)}
+    return {"model": state | index}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "original"),
+    [
+        (
+            "vit_small_patch14_reg4_dinov2",
+            {"embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28},
+            as_dinov2_file,
+        ),
+        ("beit_base_patch16_224", {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32}, as_beit_file),
+    ],
+)
+def test_original_dinov2_and_beit_files_are_loaded_with_timm_names(
+    tmp_path: Path, name: str, kwargs: Any, original: Any
+) -> None:
+    path = tmp_path / "original.pth"
+    torch.manual_seed(0)
+    state = timm.create_model(name, num_classes=5, **kwargs).state_dict()
+    torch.save(original(state), path)
+    built = build_model(ModelConfig(name=name, weights=str(path), kwargs=kwargs), 5, 3, None, torch.device("cpu"))
+    load_weights(built, path, list("abcde"))
+    assert is_equal(built, state, but="head.")

@@ -1,10 +1,10 @@
-"""What the server of `in_ranks` does once, before it forks: all that a rank of a test would else import and read anew."""
+"""Imports done once by the server of `in_ranks`. Forked ranks inherit these modules instead of importing them again."""
 # ruff: noqa: F401
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # the server has not this process's path
+sys.path.insert(0, str(Path(__file__).parent))  # the server does not have this process's path
 
 import conftest
 import hypothesis
@@ -14,7 +14,7 @@ from configs import parse, tiny
 
 import src.parallel.data_parallel
 import src.parallel.distributed
-import src.run.lifecycle
+import src.train.run
 from src.engine.config.compose import compose_command
 
-compose_command(parse(*tiny()))  # Hydra with its grammar and plugins; no resolving, which asks the driver of a GPU
+compose_command(parse(*tiny()))  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver

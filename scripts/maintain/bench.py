@@ -1,11 +1,10 @@
-"""train.py against a loop written by hand, on this machine: fresh processes, in turns, medians of the rounds' ratios.
+"""Measures train.py against a hand-written loop on this machine: new processes, alternating, medians of the rounds' ratios.
 
     python scripts/maintain/bench.py              # everything: make bench
-    python scripts/maintain/bench.py --only tiny  # measure what has this in its name, without the table
+    python scripts/maintain/bench.py --only tiny  # measure names that contain this, without the table
 
-The table is printed, and written with every figure to outputs/bench/<time>/bench.json. A target that is missed, but lies
-within the middle half of the rounds, is reported as such: the machine cannot tell. Peers are measured where they are installed
-(pip install -r requirements-bench.txt).
+Prints the table, and writes it with every figure to outputs/bench/<time>/bench.json. A missed target within the middle half
+of the rounds counts as "within the spread", because the machine is not precise enough to decide.
 """
 
 from __future__ import annotations
@@ -17,25 +16,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain.bench_measures import (
-    FROM_FILES,
-    PEERS,
-    SELDOM,
-    Figures,
-    Measure,
-    Round,
-    call,
-    derive,
-    measures,
-    parts,
-)
+from scripts.maintain.bench_measures import SELDOM, Figures, Measure, Round, call, derive, measures, parts
 from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder, write_json
 
@@ -44,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Row:
-    """One target: `figure` of `ours` over that of `other`; or less it, or alone where there is no other."""
+    """A benchmark target: `figure` (a measurement) of `ours` divided by `other`, their difference, or `ours` alone."""
 
     name: str
     figure: str
     ours: str
     other: str | None
-    target: float | None  # None: told for comparison
+    target: float | None  # None: only for comparison
     less_is_better: bool = False
     difference: bool = False
 
@@ -61,7 +49,7 @@ class Row:
         return own - done[self.other][self.figure] if self.difference else own / done[self.other][self.figure]
 
     def judge(self, values: list[float]) -> str:
-        """met, MISSED, or that the target lies in the middle half of the rounds."""
+        """Return `met`, `MISSED`, or `within the spread` if the target is within the middle half of `values`."""
         if self.target is None:
             return ""
         sign, median = -1 if self.less_is_better else 1, statistics.median(values)
@@ -72,19 +60,15 @@ class Row:
         return "within the spread" if best >= sign * self.target else "MISSED"
 
 
-def rows(measured: Collection[str]) -> list[Row]:
-    """Every target, in the order of the table."""
+def rows() -> list[Row]:
+    """Return every target, in the order of the table."""
     rate = "images_per_sec"
-    found = []
+    table = []
     for name, target in (("tiny", 0.95), ("resnet18", 0.99), ("small ViT", 0.99)):
         for world in (1, 2):
             sides = (f"{name} x{world}", f"{name} x{world} by hand")
-            found.append(Row(f"{name} x{world}: images/s over the hand-written loop's", rate, *sides, target))
-    for peer in PEERS:
-        if f"tiny x1 {peer}" in measured:
-            sides = (f"tiny x1 {peer}", "tiny x1 by hand")
-            found.append(Row(f"{peer}, tiny x1: images/s over the hand-written loop's", rate, *sides, None))
-    found += [
+            table.append(Row(f"{name} x{world}: images/s over the hand-written loop's", rate, *sides, target))
+    table += [
         Row("resnet18: speed-up of ddp x2 over the hand-written", "speed-up", "ddp", "ddp by hand", 0.98),
         Row("resnet18 x1: images/s over torch's default AdamW", rate, "resnet18 x1", "default AdamW", 1.4),
         Row("command to first step, x1", "first_step", "tiny x1", "tiny x1 by hand", 1.15, True),
@@ -100,49 +84,44 @@ def rows(measured: Collection[str]) -> list[Row]:
     ]
     for workers in (1, 2):
         ours = f"JPEG ours x{workers}"
-        found.append(
+        table.append(
             Row(f"JPEG, {workers} workers: images/s over timm's loader", rate, ours, f"JPEG timm x{workers}", 1.4)
         )
-        found.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"JPEG core x{workers}", 0.9))
-    for world in (1, 2):
-        sides = (f"{FROM_FILES} x{world}", f"{FROM_FILES} x{world} timm")
-        found.append(Row(f"{FROM_FILES} x{world}: images/s over timm's train.py, in pieces", rate, *sides, 1.0))
+        table.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"JPEG core x{workers}", 0.9))
     return [
-        *found,
+        *table,
         Row("synthetic data: share of a step spent waiting", "data_wait", "resnet18 x1", None, 0.005, True),
-        Row("evaluation: images/s over a hand-written loop's", "ratio", "evaluation", None, 0.97),
-        Row("resnet50: time that a checkpoint every 500 steps adds", "share", "checkpoint", None, 0.02, True),
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="measure what has this in its name, without the table")
+    parser.add_argument("--only", default="", help="measure names that contain this, without the table")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_") as images:
         call([sys.executable, "scripts/maintain/bench_data.py", "make", images])
-        everything = measures(Path(images))
+        everything = measures()
         wanted = {name: measure for name, measure in everything.items() if given.only in name}
         in_parts = parts(Path(images), given.rounds)
-        measured = {name: part() for name, part in in_parts.items() if given.only in name}
-        done = [measure_all(wanted, measured, number, given.rounds) for number in range(given.rounds)]
+        of_parts = {name: part() for name, part in in_parts.items() if given.only in name}
+        done = [measure_all(wanted, of_parts, number, given.rounds) for number in range(given.rounds)]
     if given.only:
         for name in done[0]:
-            rounds = [one[name] for one in done if name in one]
-            print(name, {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]})
+            rounds = [measured[name] for measured in done if name in measured]
+            print(name, {figure: statistics.median(values[figure] for values in rounds) for figure in rounds[0]})
         return 0
-    for one in done:
-        derive(one)
-    table = [
-        (row, [row.value(one) for one in done if {row.ours, row.other or row.ours} <= one.keys()])
-        for row in rows(wanted)
-    ]
+    for measured in done:
+        derive(measured)
+    table = []
+    for row in rows():
+        names = {row.ours, row.other or row.ours}
+        table.append((row, [row.value(measured) for measured in done if names <= measured.keys()]))
     return show(table, done)
 
 
 def measure_all(wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int) -> Round:
-    """One round: everything that is due once, one after the other, with this round's figures of the parts."""
+    """Run all measurements of round `number` in turn. Return them with this round's results of `parts`."""
     began = time.perf_counter()
     due = [name for name in wanted if number % 3 == 0 or not name.startswith(SELDOM)]
     done = {name: wanted[name]() for name in due}
@@ -151,14 +130,14 @@ def measure_all(wanted: dict[str, Measure], parts: dict[str, list[Figures]], num
 
 
 def about() -> dict[str, object]:
-    """The machine and how busy it is."""
+    """Describe the machine and its load."""
     versions = {name: metadata.version(name) for name in ("torch", "torchvision", "timm")}
     load = f"load {os.getloadavg()[0]:.1f} on {hardware.cores()} cores"
     return {"processor": platform.processor() or platform.machine(), "load": load, **versions}
 
 
 def show(table: list[tuple[Row, list[float]]], done: list[Round]) -> int:
-    """Print the table and write every figure. Returns the exit code: 1 where a target is missed."""
+    """Print the table and write all measurements. Return the exit code: 1 if a target is missed."""
     width = max(len(row.name) for row, _ in table)
     print(f"{'':{width}s}   median   lowest  highest   target")
     for row, values in table:

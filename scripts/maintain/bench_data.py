@@ -1,9 +1,9 @@
-"""How fast image files become training batches: our loader, timm's, and what one core can do at most.
+"""Measure how fast image files become training batches: our loader, timm's, and the limit of one core.
 
     python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files that decode like photographs
     python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers, an epoch each, in turns
 
-Prints JSON: of each round, images per second. A first round, which starts the workers, is not told.
+Prints images per second of each round as JSON, without the first round, which starts the workers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 SIZE, BATCH = 224, 32
-LINKS = 2  # names of each file: an epoch's start and end, where the workers have nothing to do, weigh little
+# Names of each file. A longer epoch reduces the weight of its start and end, where workers are idle.
+LINKS = 2
 
 
 def make(folder: Path, count: int = 480) -> None:
-    """Noise of several scales, so that a file has the bytes of a photograph (about 60 kB at quality 85)."""
+    """Write `count` JPEG files of multi-scale noise, each as large as a photograph (about 60 kB at quality 85)."""
     import numpy as np
     from PIL import Image
 
@@ -41,7 +43,8 @@ def make(folder: Path, count: int = 480) -> None:
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
 
 
-Epoch = Callable[[], Iterator[int]]  # the sizes of its batches
+# Yields the sizes of its batches.
+Epoch = Callable[[], Iterator[int]]
 
 
 def ours(folder: Path, workers: int) -> Epoch:
@@ -50,13 +53,13 @@ def ours(folder: Path, workers: int) -> Epoch:
 
 
 def core(folder: Path) -> Epoch:
-    """Decode and transform alone, in this process: no batches sent, none normalised."""
+    """Measure one core that only decodes and transforms, in this process, without batches and normalization."""
     loader = _our_loader(folder, 0)
 
     def epoch() -> Iterator[int]:
-        loader.requests.start_at(0, 0)
-        for request in loader.requests:
-            yield len(loader.reader.read(request)[1])
+        loader.sampler.start_at(0, 0)
+        for batch in loader.sampler:
+            yield len(loader.fetcher.read(batch)[1])
 
     return epoch
 
@@ -64,19 +67,18 @@ def core(folder: Path) -> Epoch:
 def _our_loader(folder: Path, workers: int) -> Any:
     import torch
 
-    from src.data.augment import Preprocessing, train_transform
-    from src.data.datasets import build_images
-    from src.data.feed import DeviceFeed
-    from src.data.loader import Reader, TrainLoader
-    from src.data.sampling import TrainRequests
+    from src.data.datasets import build_dataset
+    from src.data.transforms import train_transform
+    from src.engine.data.loader import BatchFetcher, TrainLoader
+    from src.engine.data.prefetch import DevicePrefetcher
+    from src.engine.data.samplers import TrainSampler
     from src.schema import AugmentConfig, DataConfig
 
-    split = build_images(DataConfig(name="folder", root=str(folder))).train
+    split = build_dataset(DataConfig(name="folder", root=str(folder))).train
     transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
-    preprocessing = Preprocessing((3, SIZE, SIZE), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bilinear")
-    reader = Reader(split, 2, transform, 0, substitutes=len(split))
-    feed = DeviceFeed(torch.device("cpu"), preprocessing, channels_last=False)
-    return TrainLoader(reader, TrainRequests(len(split), BATCH, 0, 1, 0), feed, workers)
+    fetcher = BatchFetcher(split, 2, transform, 0, substitutes=len(split))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), (0.5,) * 3, (0.5,) * 3, channels_last=False)
+    return TrainLoader(fetcher, TrainSampler(len(split), BATCH, 0, 1, 0), prefetcher, workers)
 
 
 def timm(folder: Path, workers: int) -> Epoch:
@@ -85,7 +87,7 @@ def timm(folder: Path, workers: int) -> Epoch:
 
 
 def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) -> Any:
-    """timm's own loader as its train.py makes it: its transform, uint8 batches, normalised after the workers."""
+    """Create timm's loader as its train.py does: its transform, uint8 batches, normalized after the workers."""
     import torch
     from timm.data import create_dataset, create_loader
 
@@ -109,14 +111,15 @@ def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     from src.engine.machine.process import keep_freed_memory
 
     torch.set_num_threads(1)
-    keep_freed_memory()  # as a run on a CPU does
+    # As in a run on a CPU.
+    keep_freed_memory()
     epochs = {"core": core(folder)}
     for workers in (1, 2):
         epochs |= {f"ours x{workers}": ours(folder, workers), f"timm x{workers}": timm(folder, workers)}
-    found = []
+    measured = []
     for _ in range(rounds + 1):
-        found.append({name: rate(epoch) for name, epoch in epochs.items()})
-    return found[1:]
+        measured.append({name: rate(epoch) for name, epoch in epochs.items()})
+    return measured[1:]
 
 
 def rate(epoch: Epoch) -> float:

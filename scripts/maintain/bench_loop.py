@@ -1,9 +1,9 @@
-"""The training loop that an expert writes by hand: the limit that scripts/maintain/bench.py holds train.py against.
+"""Hand-written training loop of an expert, with which scripts/maintain/bench.py compares train.py.
 
     python scripts/maintain/bench_loop.py --steps 100
     torchrun --nproc-per-node 2 scripts/maintain/bench_loop.py --steps 100
 
-Prints one line of JSON: when the first step was done, images per second after the warm-up, peak memory.
+Prints one line of JSON: time of the first step, images per second after the warm-up, peak memory.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--kwargs", type=json.loads, default={})
     parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per step over all processes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--log-every", type=int, default=50)
@@ -53,12 +53,13 @@ def model_and_optimizer(
     model = timm.create_model(given.model, num_classes=10, **given.kwargs).to(device).train()
     if given.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    groups = timm.optim.param_groups_weight_decay(model, 0.05)  # none on norms and biases
+    # No weight decay on norms and biases.
+    groups = timm.optim.param_groups_weight_decay(model, 0.05)
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=given.optimizer == "fused" or None)
 
 
 class Gather:
-    """Rows of a tensor as a batch on a device; into pinned memory that is used again, so that no copy waits for pages."""
+    """Copies rows of a tensor as a batch to a device, through reused pinned memory, so that no copy waits for pages."""
 
     def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:
         self.size, self.cuda, self.count = size, cuda, 0
@@ -75,13 +76,15 @@ class Gather:
             shape = (self.size, *images.shape[1:])
             pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True), torch.empty(self.size, dtype=labels.dtype)
             self.slots[slot] = (pinned[0], pinned[1].pin_memory(), torch.cuda.Event())
-        own = self.slots[slot]
-        assert own is not None
-        own[2].synchronize()  # its last copy is done: three batches ago
-        torch.index_select(images, 0, indices, out=own[0])
-        torch.index_select(labels, 0, indices, out=own[1])
-        moved = own[0].to(device, non_blocking=True), own[1].to(device, non_blocking=True)
-        own[2].record()
+        buffers = self.slots[slot]
+        assert buffers is not None
+        pinned_images, pinned_labels, copied = buffers
+        # The last copy from this slot was three batches ago.
+        copied.synchronize()
+        torch.index_select(images, 0, indices, out=pinned_images)
+        torch.index_select(labels, 0, indices, out=pinned_labels)
+        moved = pinned_images.to(device, non_blocking=True), pinned_labels.to(device, non_blocking=True)
+        copied.record()
         return moved
 
 

@@ -1,8 +1,7 @@
-"""What scripts/maintain/bench.py measures: the same training by both sides, loaders, commands; each in processes of its own."""
+"""Measurements of scripts/maintain/bench.py: train.py and the hand-written loop, data loaders, commands."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,20 +17,19 @@ from typing import Any
 from src.engine.record.result import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS = ("lightning", "accelerate")
-FROM_FILES = "JPEG training"
-SELDOM = (FROM_FILES, "default AdamW")  # in every third round: with more, the whole would take longer than ten minutes
+# Measured in every third round only, so that all rounds take less than ten minutes.
+SELDOM = "default AdamW"
 ON_GPU = ("parallel.accelerator=cuda", "model.channels_last=true", "train.precision=bf16")
 BY_HAND_ON_GPU = ("--accelerator", "cuda", "--channels-last", "--precision", "bf16")
 Figures = dict[str, float]
-Round = dict[str, Figures]  # what was measured -> its figures
+Round = dict[str, Figures]  # figures by name of the measurement
 Measure = Callable[[], Figures]
-Part = Callable[[], list[Figures]]  # all rounds at once, in one process
+Part = Callable[[], list[Figures]]  # all rounds in one process
 
 
 @dataclass
 class Training:
-    """The same training for all sides: one epoch of random images, on a CPU on one thread per process."""
+    """A training that all compared programs run: one epoch of random images, on a CPU with one thread per process."""
 
     model: str
     kwargs: dict[str, object]
@@ -41,14 +39,13 @@ class Training:
     image_size: int = 32
     on_gpu: bool = False  # bf16, channels_last
     compile: bool = False
-    folder: Path | None = None  # of JPEG files, instead of random images
-    loaders: int = 2  # processes that decode it, over all ranks
     limit: float = 300  # seconds that a command may take
 
     def ours(self, world: int, strategy: str | None = None) -> Figures:
-        """With everything on: TensorBoard, metrics, meters, progress bar, checkpoints, proof."""
-        words = [
-            *("model=resnet18", f"model.name={self.model}", *self._data(world)),
+        """Run train.py with all its parts: TensorBoard, metrics, meters, progress bar, checkpoints, replica checks."""
+        arguments = [
+            *("model=resnet18", f"model.name={self.model}"),
+            *("data=synthetic", f"data.kwargs.num_samples={self.steps * self.batch_size}"),
             *(f"+model.kwargs.{key}={value}" for key, value in self.kwargs.items()),
             *(f"data.image_size={self.image_size}", f"data.batch_size={self.batch_size}"),
             *(f"parallel={strategy or ('ddp' if world > 1 else 'single')}", f"parallel.devices={world}"),
@@ -58,7 +55,7 @@ class Training:
         ]
         with tempfile.TemporaryDirectory(prefix="bench_") as base:
             folder = Path(base) / "run"
-            call([sys.executable, "train.py", *words, f"hydra.run.dir={folder}"], self.limit)
+            call([sys.executable, "train.py", *arguments, f"hydra.run.dir={folder}"], self.limit)
             lines = [line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
             result = read_result(folder)
         first, last = lines[0], lines[-1]
@@ -69,13 +66,8 @@ class Training:
             "data_wait": float(result.data_wait or 0),
         }
 
-    def _data(self, world: int) -> list[str]:
-        if self.folder is None:
-            return ["data=synthetic", f"data.kwargs.num_samples={self.steps * self.batch_size}"]
-        return ["data=folder", f"data.root={self.folder}", f"data.workers={self.loaders // world}"]
-
-    def by_hand(self, world: int, optimizer: str = "fused", peer: str | None = None) -> Figures:
-        words = [
+    def by_hand(self, world: int, optimizer: str = "fused") -> Figures:
+        arguments = [
             *("--model", self.model, "--kwargs", json.dumps(self.kwargs), "--optimizer", optimizer),
             *("--steps", str(self.steps), "--warm-up", str(self.log_every), "--log-every", str(self.log_every)),
             *("--batch-size", str(self.batch_size), "--samples", str(self.steps * self.batch_size)),
@@ -83,11 +75,12 @@ class Training:
             *(["--compile"] if self.compile else []),
         ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-        script = ["scripts/maintain/bench_peers.py", peer] if peer else ["scripts/maintain/bench_loop.py"]
-        script += [str(self.folder), str(self.loaders // world)] if self.folder else []
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
-            figures = said([sys.executable, *torchrun, *script, *words, "--tensorboard", log], self.limit)
+            figures = parse_output(
+                [sys.executable, *torchrun, "scripts/maintain/bench_loop.py", *arguments, "--tensorboard", log],
+                self.limit,
+            )
         return {"first_step": figures.pop("first_step_at") - began, **figures}
 
 
@@ -101,7 +94,7 @@ TRAININGS = {
 
 
 def call(command: list[str], limit: float = 300) -> str:
-    """The standard output of a command that must succeed within `limit` seconds. Errors: RuntimeError with what it said."""
+    """Run a command for up to `limit` seconds and return its stdout. Raises RuntimeError with its output on failure."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=limit
@@ -111,8 +104,8 @@ def call(command: list[str], limit: float = 300) -> str:
     return done.stdout
 
 
-def said(command: list[str], limit: float = 300) -> Any:
-    """The JSON that a command prints on a line of its own."""
+def parse_output(command: list[str], limit: float = 300) -> Any:
+    """Run a command and parse the last line of JSON that it prints."""
     return json.loads([line for line in call(command, limit).splitlines() if line.startswith(("{", "["))][-1])
 
 
@@ -123,46 +116,30 @@ def timed(command: list[str], exit_code: int = 0) -> Figures:
     return {"seconds": time.perf_counter() - began}
 
 
-def measures(images: Path) -> dict[str, Measure]:
-    """Name -> what measures it, in processes of its own."""
+def measures() -> dict[str, Measure]:
+    """Map names to measurement functions that start new processes."""
     train = [sys.executable, "train.py"]
-    found: dict[str, Measure] = {}
+    functions: dict[str, Measure] = {}
     for name, training in TRAININGS.items():
         for world in (1, 2):
-            found[f"{name} x{world}"] = partial(training.ours, world)
-            found[f"{name} x{world} by hand"] = partial(training.by_hand, world)
-    for peer in PEERS:
-        if importlib.util.find_spec(peer):
-            found[f"tiny x1 {peer}"] = partial(TRAININGS["tiny"].by_hand, 1, peer=peer)
-    files = Training(
-        TRAININGS["tiny"].model, {"embed_dim": 32, "depth": 2, "num_heads": 2}, 30, 5, 32, 224, folder=images
-    )
-    for world in (1, 2):
-        found[f"{FROM_FILES} x{world}"] = partial(files.ours, world)
-        found[f"{FROM_FILES} x{world} timm"] = partial(files.by_hand, world, peer="timm")
-    found["default AdamW"] = partial(TRAININGS["resnet18"].by_hand, 1, "default")
-    found["import hydra"] = partial(timed, [sys.executable, "-c", "import hydra"])
-    found["--help"] = partial(timed, [*train, "--help"])
-    found["--cfg job"] = partial(timed, [*train, "--cfg", "job"])
-    found["a refused config"] = partial(timed, [*train, "optim.learning_rate=1"], exit_code=2)
-    return found
+            functions[f"{name} x{world}"] = partial(training.ours, world)
+            functions[f"{name} x{world} by hand"] = partial(training.by_hand, world)
+    functions["default AdamW"] = partial(TRAININGS["resnet18"].by_hand, 1, "default")
+    functions["import hydra"] = partial(timed, [sys.executable, "-c", "import hydra"])
+    functions["--help"] = partial(timed, [*train, "--help"])
+    functions["--cfg job"] = partial(timed, [*train, "--cfg", "job"])
+    functions["a refused config"] = partial(timed, [*train, "optim.learning_rate=1"], exit_code=2)
+    return functions
 
 
 def parts(images: Path, rounds: int) -> dict[str, Part]:
-    """Name -> what measures it in rounds of its own, in one process."""
-    python, number = sys.executable, ["--rounds", str(rounds)]
-    found = {
-        name: partial(said, [python, "scripts/maintain/bench_parts.py", name, *number])
-        for name in ("evaluation", "checkpoint")
-    }
-    return {
-        "JPEG loading": partial(said, [python, "scripts/maintain/bench_data.py", "measure", str(images), *number]),
-        **found,
-    }
+    """Map names to measurement functions that run all rounds in one process."""
+    command = [sys.executable, "scripts/maintain/bench_data.py", "measure", str(images), "--rounds", str(rounds)]
+    return {"JPEG loading": partial(parse_output, command)}
 
 
 def derive(done: Round) -> None:
-    """Figures that are made of others."""
+    """Add the measurements that are computed from others to a round."""
     for suffix in ("", " by hand"):
         one, two = (done[f"resnet18 x{world}{suffix}"]["images_per_sec"] for world in (1, 2))
         done[f"ddp{suffix}"] = {"speed-up": two / one}
@@ -170,5 +147,3 @@ def derive(done: Round) -> None:
         done[f"JPEG {name}"] = {"images_per_sec": rate}
     for workers in (1, 2):
         done[f"JPEG core x{workers}"] = {"images_per_sec": workers * done["JPEG core"]["images_per_sec"]}
-    done["evaluation"]["ratio"] = done["evaluation"]["by_hand_s"] / done["evaluation"]["ours_s"]
-    done["checkpoint"]["share"] = done["checkpoint"]["save_s"] / (500 * done["checkpoint"]["step_s"])

@@ -1,9 +1,9 @@
-"""Trains under ddp while killing, stopping, signalling, filling the disk and damaging files, and goes on each time.
+"""Trains under ddp while it kills, stops and signals processes, fills the disk and damages files, and resumes each time.
 
     python scripts/maintain/chaos.py --minutes 5 --seed 0
 
-At the end the weights and curves must be those of a run that nothing ever happened to, and every sample must have been
-counted. What happened stands in outputs/chaos/<time>/faults.json. Exit code 0: everything held.
+At the end, weights, curves and counts of samples must equal those of an undisturbed run. outputs/chaos/<time>/faults.json
+lists the faults. Exit code 0: no complaint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain.chaos_faults import KINDS, Life
 from src.engine.machine.files import claim_folder, write_json
@@ -47,8 +48,8 @@ SETTINGS = (
     "print_config=false",
 )
 PROMPT = 15.0  # seconds from a fault to the end of every process
-SILENCE = 4 + 15.0  # the same where the watchdog has to notice first
-GRACE = 90.0  # seconds for anything at all; longer is a hang
+SILENCE = 4 + 15.0  # the same, if the watchdog must notice the fault first
+GRACE = 90.0  # seconds after which anything counts as a hang
 
 
 @dataclass
@@ -61,32 +62,32 @@ class Fault:
 
 @dataclass
 class Chaos:
-    """Draws faults from a seed and keeps the books."""
+    """Injects random faults, drawn from a seed, into runs and records them."""
 
     draw: random.Random
     base: Path
-    deadline: float  # by time.monotonic(); until then things go wrong
-    at_least: int = 0  # faults, however long they take
+    deadline: float  # by time.monotonic(); no faults after it
+    at_least: int = 0  # number of faults, even after the deadline
     faults: list[Fault] = field(default_factory=list)
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         return time.monotonic() < self.deadline or len(self.faults) < self.at_least
 
     def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
-        """Start the run, or go on with it. `room`: bytes a file may have, as on a disk that is full."""
-        goes_on = any((folder / "checkpoints").glob("*.pt"))
-        if not goes_on:
+        """Start or resume the run. `room`: largest size of a file in bytes, to simulate a full disk."""
+        overrides = [f"resume={folder}"]
+        if not any((folder / "checkpoints").glob("*.pt")):
             shutil.rmtree(folder, ignore_errors=True)
-        words = [f"resume={folder}"] if goes_on else [*SETTINGS, f"train.epochs={epochs}", f"hydra.run.dir={folder}"]
+            overrides = [*SETTINGS, f"train.epochs={epochs}", f"hydra.run.dir={folder}"]
 
         def limit() -> None:
             if room is not None:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
-        log = open(self.base / "console.log", "ab")  # closed with the last process that writes to it
-        command = [sys.executable, str(ROOT / "train.py"), *words]
+        log = open(self.base / "console.log", "ab")
+        command = [sys.executable, str(ROOT / "train.py"), *overrides]
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -100,7 +101,7 @@ class Chaos:
         return Life(process, folder)
 
     def live(self, life: Life) -> bool:
-        """Let it train for a random time; returns whether it still does."""
+        """Let the run train for a random time. Return True if it is still running."""
         log = life.folder / "metrics.jsonl"
         size = log.stat().st_size if log.exists() else 0
         until = time.monotonic() + GRACE
@@ -112,7 +113,7 @@ class Chaos:
         return False
 
     def strike(self, life: Life) -> None:
-        """One fault, and the wait for the end of everything."""
+        """Inject a random fault, and wait until all processes of the run have ended."""
         kind = self.draw.choice(list(KINDS))
         before = life.family()
         began = time.monotonic()
@@ -143,7 +144,7 @@ class Chaos:
         )
 
     def damage(self, folder: Path) -> None:
-        """Sometimes, while nothing runs: cut off, overwrite or remove the newest files; an older checkpoint must serve."""
+        """Sometimes damage the newest checkpoint, so that the next attempt must resume from an older one."""
         checkpoints = sorted((folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime)
         if len(checkpoints) < 2 or self.draw.random() > 0.3:
             return
@@ -151,7 +152,8 @@ class Chaos:
         how = self.draw.choice(["cut off", "overwritten", "removed"])
         data = bytearray(newest.read_bytes())
         if how == "cut off":
-            newest.write_bytes(data[: self.draw.randrange(len(data))])  # a link: step_N.pt is cut off with it
+            # last.pt is a hard link, so step_N.pt is cut off too.
+            newest.write_bytes(data[: self.draw.randrange(len(data))])
         elif how == "overwritten":
             where = self.draw.randrange(len(data) - 64)
             data[where : where + 64] = self.draw.randbytes(64)
@@ -161,7 +163,7 @@ class Chaos:
         self.note(Fault(f"last.pt {how}", 0.0, 0))
 
     def full_disk(self, folder: Path, epochs: int) -> None:
-        """Sometimes: go on with no room for a checkpoint. The run must end by itself and leave the earlier ones."""
+        """Sometimes resume on a full disk. The run must end and keep the earlier checkpoints."""
         if self.draw.random() > 0.15 or not any((folder / "checkpoints").glob("*.pt")):
             return
         began = time.monotonic()
@@ -175,16 +177,14 @@ class Chaos:
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
     def round(self, whole: Path, epochs: int) -> str:
-        """One disturbed run to its end; returns what differs from the undisturbed one, empty when nothing does."""
+        """Inject faults into a run until it is done. Return its difference from the undisturbed run; empty if equal."""
         folder = self.base / f"disturbed_{sum(1 for _ in self.base.glob('disturbed_*'))}"
         while True:
             life = self.start(folder, epochs)
-            if self.goes_on and self.live(life):
+            if self.continues and self.live(life):
                 self.strike(life)
             elif life.process.wait(timeout=GRACE * 5) != 0:
-                return (
-                    f"a run that nothing happened to ended with {life.process.returncode}; see {self.base}/console.log"
-                )
+                return f"a run without a fault: exit code {life.process.returncode}; see {self.base}/console.log"
             if (folder / "result.json").exists() and read_result(folder).status == "done":
                 return difference(whole, folder)
             self.damage(folder)
@@ -192,16 +192,17 @@ class Chaos:
 
 
 def difference(whole: Path, folder: Path) -> str:
-    """What a disturbed run ended with that an undisturbed one did not; empty where they are equal."""
+    """Describe how the final state of a disturbed run differs from an undisturbed run; empty if equal."""
     import torch
 
-    one, other = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (whole, folder))
+    expected = torch.load(whole / "checkpoints" / "last.pt", weights_only=True)
+    actual = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
     for part in ("model", "ema"):
-        for name, tensor in one[part].items():
-            if not torch.equal(tensor, other[part][name]):
+        for name, tensor in expected[part].items():
+            if not torch.equal(tensor, actual[part][name]):
                 return f"{part}: {name} differs"
-    if one["progress"] != other["progress"]:
-        return f"progress: {one['progress']} and {other['progress']}"
+    if expected["progress"] != actual["progress"]:
+        return f"progress: {expected['progress']} and {actual['progress']}"
     a, b = read_result(whole), read_result(folder)
     if (a.samples_seen, a.steps, a.val, a.test) != (b.samples_seen, b.steps, b.val, b.test):
         return f"result: {a.samples_seen, a.steps, a.val} and {b.samples_seen, b.steps, b.val}"
@@ -214,11 +215,9 @@ def difference(whole: Path, folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="how long faults go on; the last run is let to its end"
-    )
-    parser.add_argument("--faults", type=int, default=0, help="go on until so many were seen, however long it takes")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults and their times")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time with faults; the last run ends undisturbed")
+    parser.add_argument("--faults", type=int, default=0, help="least number of faults, even if it takes longer")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults and their times")
     parser.add_argument("--epochs", type=int, default=40, help="length of a run")
     parser.add_argument("--out", type=Path, help="folder (default: below outputs/chaos)")
     arguments = parser.parse_args()
@@ -229,28 +228,29 @@ def main() -> int:
     undisturbed = chaos.start(whole, arguments.epochs)
     if undisturbed.ranks_in_training() != 2 or undisturbed.process.wait(timeout=600) != 0:
         undisturbed.process.kill()
-        print(f"the undisturbed run failed, or has no two ranks; see {chaos.base}/console.log", file=sys.stderr)
+        print(f"the undisturbed run failed, or does not have two ranks; see {chaos.base}/console.log", file=sys.stderr)
         return 1
     chaos.deadline, chaos.at_least = time.monotonic() + 60 * arguments.minutes, arguments.faults
     runs, differences = 0, []
-    while chaos.goes_on or not runs:
-        found = chaos.round(whole, arguments.epochs)
+    while chaos.continues or not runs:
+        changed = chaos.round(whole, arguments.epochs)
         runs += 1
-        print(f"run {runs}: {found or 'equal to the undisturbed one'}", flush=True)
-        differences += [found] if found else []
-    return summarise(chaos, arguments, runs, differences)
+        print(f"run {runs}: {changed or 'equal to the undisturbed one'}", flush=True)
+        if changed:
+            differences.append(changed)
+    return summarize(chaos, arguments, runs, differences)
 
 
-def summarise(chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]) -> int:
-    """Print and write the books. Returns the exit code."""
+def summarize(chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]) -> int:
+    """Print a summary and write the record of all faults. Return the exit code."""
     print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
     for kind in sorted({fault.kind for fault in chaos.faults}):
         seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]
         print(f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s {max(seconds):6.1f} s")
     complaints = [f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint] + differences
     print(f"{len(chaos.faults)} faults, {runs} runs, {len(complaints)} complaints; seed {arguments.seed}; {chaos.base}")
-    books = {"seed": arguments.seed, "minutes": arguments.minutes, "runs": runs, "complaints": complaints}
-    write_json(chaos.base / "faults.json", {**books, "faults": [asdict(fault) for fault in chaos.faults]})
+    record = {"seed": arguments.seed, "minutes": arguments.minutes, "runs": runs, "complaints": complaints}
+    write_json(chaos.base / "faults.json", {**record, "faults": [asdict(fault) for fault in chaos.faults]})
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     return 1 if complaints else 0

@@ -1,4 +1,4 @@
-"""What scripts/maintain/chaos.py does to a run that is under way."""
+"""Faults that scripts/maintain/chaos.py injects into a running training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 @dataclass
 class Life:
-    """One start of the run, until it ends or something happens to it."""
+    """One attempt of the run, from its start until it ends or a fault hits it."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -28,17 +28,17 @@ class Life:
             return []
 
     def ranks(self) -> list[psutil.Process]:
-        found = []
+        ranks = []
         for child in self.family():
             try:
-                if child.ppid() == self.process.pid and "src.run" in child.cmdline():
-                    found.append(child)
+                if child.ppid() == self.process.pid and "src.train" in child.cmdline():
+                    ranks.append(child)
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return ranks
 
     def ranks_in_training(self) -> int:
-        """How many are found once it trains. With none, faults would strike nobody, and everything would hold."""
+        """Return the number of ranks once the run trains. Without ranks, faults would hit no process."""
         while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
             time.sleep(0.02)
         return len(self.ranks())
@@ -54,16 +54,18 @@ def _signal(number: int, to_group: bool = False) -> Callable[[random.Random, Lif
             os.killpg(life.process.pid, number)
         else:
             life.process.send_signal(number)
-        return (128 + number, 0, -number)  # 0: it was about to end; -number: it was not yet, or no longer, listening
+        # 0: the run was about to end; -number: it did not handle signals yet, or no longer.
+        return (128 + number, 0, -number)
 
     return send
 
 
 def _kill_one(which: str, number: int) -> Callable[[random.Random, Life], tuple[int, ...]]:
     def kill(draw: random.Random, life: Life) -> tuple[int, ...]:
-        found = [life.process] if which == "launcher" else getattr(life, which)()
-        if found:  # else the run is at its end
-            draw.choice(found).send_signal(number)
+        processes = [life.process] if which == "launcher" else getattr(life, which)()
+        # Without processes, the run is about to end.
+        if processes:
+            draw.choice(processes).send_signal(number)
         return (-9,) if which == "launcher" else (1, 0)
 
     return kill

@@ -1,14 +1,13 @@
-"""The figures of the documentation: `make docs-figures`, or `python scripts/maintain/docs_figures.py [<sweep folder>]`.
+"""Draws the figures of docs/: `make docs-figures`, or `python scripts/maintain/docs_figures.py [<sweep folder>]`.
 
 docs/figures/step.<language>.svg draws one training step under dp and ddp. docs/figures/report.svg is the head of a report
-with two of its plots, from the sweep of `make compare`, which runs now (about seven minutes on 2 cores), or whose folder is given.
+with two of its plots: of the sample with invented figures, or of the sweep whose folder is given.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.maintain.sample_report import ROOT, write_sample
+
 FIGURES = ROOT / "docs" / "figures"
-# A file for light and dark pages: it brings its own ground, so that it can be read also where the page's theme is not
-# the system's.
+# For light and dark pages. The background is part of the file, because the theme of a page may differ from the system's.
 STYLE = """
 svg { --ground: #ffffff; --ink: #1f2328; --quiet: #7d8590; --compute: #cfe6f7; --copy: #ffe0c2; --update: #d3efd0 }
 @media (prefers-color-scheme: dark) {
@@ -61,7 +62,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "idle": "waits",
         "dropped": "dropped",
         "legend": ("computes", "is copied", "updates", "waits"),
-        "ring": "all-reduce of each bucket as soon as its gradients are there: every rank sends and receives as much",
+        "ring": "all-reduce of each bucket as soon as its gradients are there: every rank sends and receives the same amount",
         "note": "One step with 12 images on three devices, from left to right; lengths are not to scale.",
     },
     "zh-CN": {
@@ -86,7 +87,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "idle": "等待",
         "dropped": "丢弃",
         "legend": ("计算", "复制", "更新", "等待"),
-        "ring": "每个桶的梯度一齐就开始 all-reduce：各 rank 收发的数据量相同",
+        "ring": "每个桶的梯度到齐后立即开始 all-reduce：各 rank 收发的数据量相同",
         "note": "三个设备、12 张图像的一个训练步，从左到右；长度不按比例。",
     },
 }
@@ -109,7 +110,7 @@ class Drawing:
 
 
 def draw_step(language: str) -> str:
-    """One step under dp above one under ddp, as SVG text."""
+    """Draw a step under dp above one under ddp, as SVG text."""
     words, drawing = WORDS[language], Drawing()
     drawing.text(16, 28, str(words["dp"]), "title")
     draw_dp(drawing, words, top=44)
@@ -142,7 +143,8 @@ def draw_dp(drawing: Drawing, words: Mapping[str, object], top: float) -> None:
             kind = "idle" if idle else kinds.get(name, "copy")
             bus = 16 if kind == "copy" else 6
             drawing.box(x, y, width - bus, str(words[others.get(name, name) if lane else name]), kind)
-            if lane and kind == "copy":  # from or to device 0, beside the boxes between
+            # An arrow from or to device 0, next to the boxes between them.
+            if lane and kind == "copy":
                 right, middle, first = x + width - bus, y + BOX / 2, top + BOX / 2
                 if name in ("scatter", "replicate"):
                     drawing.path(f"M{right:g} {first:g} h9 V{middle:g} h-9")
@@ -182,7 +184,7 @@ def framed(width: float, height: float, contents: str, style: str = "") -> str:
 
 
 def report_picture(sweep: Path) -> str:
-    """The first sentence of the report of `sweep`, and two of its plots: speed, and what a step is made of."""
+    """Draw the first sentence of the report of `sweep` and two of its plots: speed, and the parts of a step."""
     lead = json.loads((sweep / "report.json").read_text(encoding="utf-8"))["lead"]
     drawing = Drawing()
     drawing.text(20, 34, lead["sentence"], "title")
@@ -199,10 +201,8 @@ def main() -> int:
     for language in WORDS:
         (FIGURES / f"step.{language}.svg").write_text(draw_step(language), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        if len(sys.argv) < 2:
-            command = [sys.executable, "train.py", "-m", "experiment=compare", f"hydra.sweep.dir={folder}"]
-            subprocess.run(command, cwd=ROOT, check=True)
-        picture = report_picture(Path(sys.argv[1] if len(sys.argv) > 1 else folder))
+        sweep = Path(sys.argv[1]) if len(sys.argv) > 1 else write_sample(Path(folder) / "sample").parent
+        picture = report_picture(sweep)
     (FIGURES / "report.svg").write_text(picture, encoding="utf-8")
     print(f"{FIGURES}: {', '.join(sorted(path.name for path in FIGURES.iterdir()))}")
     return 0

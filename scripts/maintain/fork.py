@@ -1,7 +1,8 @@
 """Makes a clone of this project your own: `make fork NAME=my_project [HOLDER="Ada Example"] [DROP_DEMO=1]`.
 
-Puts your name into README, licence, config, container and CI, and the template's commit into .template.json. DROP_DEMO=1
-removes the recipes and the figures of the template's machines. Nothing is committed: look at `git diff`, then commit.
+Puts your name into README, license, config, container and CI, and the template's commit into .template.json. Removes the
+files of the template: its benchmarks with their page, its random faults, and this script. DROP_DEMO=1 also removes the
+recipes. It does not commit: look at `git diff`, then commit.
 """
 
 from __future__ import annotations
@@ -12,21 +13,32 @@ import keyword
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-RECIPES = ("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a3", "imagenet_vit_small")
-FIGURES = ("docs/benchmarks.md", "docs/figures/report.svg")
+RECIPES = (
+    *("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a1", "imagenet_resnet50_a2"),
+    *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
+)
+# Files that a fork does not need, and the commands in them. A page names each of them on a separate line.
+OF_THE_TEMPLATE = ("scripts/maintain", "tests/maintain", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
+COMMANDS = r"scripts/maintain|benchmarks\.md|make (bench|gpu-wheels|gpu-check|docs|fork)\b"
+DEMO = ("docs/figures/report.svg",)
 OLD_NAME = "timm-parallel"
+# Files that contain OLD_NAME.
 NAMED = (
     "Dockerfile",
     ".devcontainer/devcontainer.json",
     ".github/workflows/ci.yml",
     "docs/container.md",
-)  # where OLD_NAME stands
-PULLING = """\
+    "pyproject.toml",
+    "CITATION.cff",
+)
+PULLING = f"""\
 Later fixes of the template, the front merged and the engine taken whole:
   git fetch <url of the template> main
   git merge --no-commit FETCH_HEAD
+  git rm -rqf --ignore-unmatch {" ".join(OF_THE_TEMPLATE)}
   git rm -rq --cached src/engine && rm -r src/engine && git checkout FETCH_HEAD -- src/engine
   git commit"""
 
@@ -34,7 +46,7 @@ Later fixes of the template, the front merged and the engine taken whole:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
-    parser.add_argument("--holder", default="", help="of the licence; default: git's user.name")
+    parser.add_argument("--holder", default="", help="holder of the license; default: git's user.name")
     parser.add_argument("--drop-demo", action="store_true")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2])
     options = parser.parse_args(arguments)
@@ -48,14 +60,16 @@ def main(arguments: list[str]) -> int:
 
 
 def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
-    """Rename the clone in `root`. Errors: ValueError for a bad name, a dirty tree, or a second fork."""
+    """Rename the project in clone `root`. Raises ValueError for a bad name, uncommitted changes, or a second fork."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ValueError(f"NAME={name}: no package name; use small letters, digits and _, e.g. my_project")
+        raise ValueError(f"NAME={name}: expected a package name of lower-case letters, digits and _, e.g. my_project")
     if (root / ".template.json").exists():
         before = json.loads((root / ".template.json").read_text(encoding="utf-8"))["name"]
-        raise ValueError(f"NAME={name}: this is a fork already ({before}, see .template.json)")
+        raise ValueError(
+            f"NAME={name}: this repository is a fork already ({before}, see .template.json); make fork runs once"
+        )
     if _git(root, "status", "--porcelain"):
-        raise ValueError(f"NAME={name}: there are uncommitted changes; commit them first (git status)")
+        raise ValueError(f"NAME={name}: the working tree has uncommitted changes; commit them first (git status)")
     commit = _git(root, "rev-parse", "HEAD")
     holder = holder or _git(root, "config", "user.name") or name
     for path in NAMED:
@@ -65,30 +79,27 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         _edit(root / "README.zh-CN.md", r"\A# .*", f"# {name}")
     _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
-    _edit(root / "scripts" / "maintain" / "fork.py", rf'OLD_NAME = "{OLD_NAME}"', f'OLD_NAME = "{name}"')
+    _drop(root, OF_THE_TEMPLATE, COMMANDS)
     if drop_demo:
-        _drop_demo(root)
+        recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
+        figures = [path for path in DEMO if (root / path).exists()]
+        _drop(root, [*recipes, *figures], "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]))
     record = {"name": name, "template_commit": commit}
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _drop_demo(root: Path) -> None:
-    """The recipes' files and the figures, and the lines of documentation that speak of them."""
-    for recipe in RECIPES:
-        (root / "conf" / "experiment" / f"{recipe}.yaml").unlink()
-    for path in FIGURES:
-        if (root / path).exists():
-            _git(root, "rm", "-rq", path)
-    gone = re.compile("|".join([*RECIPES, *(re.escape(path.removeprefix("docs/")) for path in FIGURES)]))
+def _drop(root: Path, paths: Sequence[str], named: str) -> None:
+    """Remove files (`paths`), and the lines of documentation pages that match `named`."""
+    _git(root, "rm", "-rq", *paths)
     for page in [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]:
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-        page.write_text("".join(line for line in lines if not gone.search(line)), encoding="utf-8")
+        page.write_text("".join(line for line in lines if not re.search(named, line)), encoding="utf-8")
 
 
 def _edit(path: Path, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     changed = re.sub(old, new, text)
-    assert changed != text, f"{path}: nothing there matches {old}"
+    assert changed != text, f"{path}: does not contain {old}"
     path.write_text(changed, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What a device does between the steps of this project's own loop: JSON, milliseconds a step.
+"""Measures device activity between the steps of the training loop: JSON, milliseconds per step.
 
 python scripts/maintain/gpu_profile.py --accelerator cuda
 """
@@ -12,20 +12,26 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: Python adds its folder, not the root
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from scripts.maintain.bench_parts import prepare
-from src.training.loop import train_epoch
+from src.engine.config.arguments import parse_command_line
+from src.engine.config.compose import compose_command
+from src.engine.config.resolve import resolve
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
+from src.train.build import RunParts
+from src.train.loop import train_epoch
 
 WARM_UP, STEPS = 5, 20
 
 
 def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
-    """(time in any interval, time between the first and the last in none, the longest such gap)."""
+    """Return (time covered by intervals, time in gaps between them, longest gap)."""
     busy = idle = longest = 0.0
     end: float | None = None
     for start, stop in sorted(intervals):
@@ -36,17 +42,25 @@ def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, floa
     return busy, idle, longest
 
 
-def measure(accelerator: str, *words: str) -> dict[str, float]:
-    """On a CPU the same code goes through, with operators in the place of kernels."""
+def prepare(*overrides: str) -> RunParts:
+    """Build the parts of a run on random images from config overrides."""
+    arguments = parse_command_line(["parallel=single", "data=synthetic", *overrides])
+    config = resolve(compose_command(arguments).config)
+    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+
+
+def measure(accelerator: str, *overrides: str) -> dict[str, float]:
+    """Profile the training loop. Return ms per step of device activity; on a CPU, operators stand for kernels."""
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
-    _, _, run = prepare(
-        f"parallel.accelerator={accelerator}", f"data.batch_size={batch}", f"data.kwargs.num_samples={batch * steps}",
-        "train.epochs=1", f"train.log_every={WARM_UP}", *words,
-    )  # fmt: skip
+    run = prepare(
+        *(f"parallel.accelerator={accelerator}", "parallel.threads_per_device=1", "train.epochs=1"),
+        *(f"data.batch_size={batch}", f"data.kwargs.num_samples={batch * steps}", f"train.log_every={WARM_UP}"),
+        *overrides,
+    )
     cuda = accelerator == "cuda"
     reports = train_epoch(
-        run.state, run.train.epoch(0), run.config, run.strategy, run.moments, run.steps_per_epoch, run.mixing
+        run.state, run.train.epoch(0), run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
     )
     next(reports)
     began = time.perf_counter()
@@ -57,7 +71,8 @@ def measure(accelerator: str, *words: str) -> dict[str, float]:
             pass
     seconds = time.perf_counter() - began
     on = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
-    events = [e for e in on if not e.is_user_annotation]  # the optimizer's spans all of its kernels, and their gaps
+    # The optimizer's annotation spans all of its kernels with their gaps.
+    events = [e for e in on if not e.is_user_annotation]
     kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]
     busy, idle, longest = busy_and_idle((e.time_range.start, e.time_range.end) for e in kernels)
     copies, _, _ = busy_and_idle((e.time_range.start, e.time_range.end) for e in events if e.name.startswith("Mem"))

@@ -1,9 +1,9 @@
-"""Packs what a machine with a GPU and torch may lack, to be carried there with the checkout: no package index is asked.
+"""Pack the packages that a GPU machine with torch may lack, to copy them there with the checkout.
 
     python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/, which git ignores
 
-Copied from this environment, at its versions: the packages below with all that they require, but for what an interpreter
-with torch has itself. scripts/maintain/gpu_check.py uses them where Hydra is missing.
+Copies the packages below with their requirements from this environment, except those that an interpreter with torch has.
+scripts/maintain/gpu_check.py uses them on a machine without a package index.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ WANTED = (
     *("nvidia-ml-py", "filelock", "Jinja2", "pytest", "pytest-timeout"),
 )
 THERE = ("torch", "torchvision", "numpy", "pillow", "scipy", "pandas", "matplotlib", "scikit-learn", "setuptools")
-NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")  # large, and a run does without
-# Among others what is compiled for one version of Python: each of these packages does without.
+# Large, and not imported by a run.
+NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")
+# Among others, files compiled for one version of Python, which are optional in each of these packages.
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|\.cpython-\d+-.*\.so$|webfiles\.zip$|^\.\./")
 
 
 def closure(wanted: Iterable[str]) -> list[str]:
-    """The names of these packages and of what they require, as far as it is installed here."""
-    found: dict[str, None] = {}
+    """Return the names of the `wanted` packages and all their requirements that are installed here."""
+    names: dict[str, None] = {}
     pending = list(wanted)
     while pending:
         name = re.sub(r"[-_.]+", "-", pending.pop(0)).lower()
-        if name in found or name in (*THERE, *NEVER_IMPORTED) or name.startswith(("nvidia-c", "cuda", "triton")):
+        if name in names or name in (*THERE, *NEVER_IMPORTED) or name.startswith(("nvidia-c", "cuda", "triton")):
             continue
         try:
             requires = metadata.distribution(name).requires or []
         except metadata.PackageNotFoundError:
             continue
-        found[name] = None
+        names[name] = None
         pending += [re.split(r"[\s;<>=!~\[(]", entry)[0] for entry in requires if "extra ==" not in entry]
-    return list(found)
+    return list(names)
 
 
 def pack(folder: Path = FOLDER) -> tuple[list[str], int]:
-    """Fill `folder` anew: (names of the packages, bytes)."""
+    """Copy the packages to `folder`, replacing its contents. Return (package names, bytes)."""
     shutil.rmtree(folder, ignore_errors=True)
     names, size = closure(WANTED), 0
     for name in names:

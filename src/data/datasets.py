@@ -1,8 +1,4 @@
-"""What is read: each dataset has a train, a val and perhaps a test split, and says what its images are.
-
-A dataset of your own is a class `src.<module>.<Class>` that extends `Images`; its constructor takes the DataConfig. A split
-is anything with `__len__` and `__getitem__(index) -> (uint8 tensor [C, H, W], label)`.
-"""
+"""Built-in datasets. Your own is a class `src.<module>.<Class>` that extends ImageDataset and is built from a DataConfig."""
 
 from __future__ import annotations
 
@@ -10,57 +6,25 @@ import gzip
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from src.data.folders import class_names, image_files
-from src.data.images import decode_file
-from src.schema import DataConfig, is_timm_dataset
-
-Sample = tuple[Tensor, int]
-
-
-class Split(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-
-class Images(Protocol):
-    """A dataset. `mean` and `std` are per channel of images in 0..1; None takes those of the model."""
-
-    class_names: list[str]
-    in_chans: int = 3
-    image_size: int | None = None  # pixels; None: any, the loader resizes
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    train: Split
-    val: Split
-    test: Split | None = None
-
-
-class InMemory:
-    """A split that fits in memory: a batch is one indexing operation, and worker processes would only slow it down."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """images: uint8 [N, C, H, W]; labels: int64 [N]."""
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.images[index], int(self.labels[index])
+from src.data.check import check_root
+from src.data.decode import decode_file
+from src.engine.data.csv_listing import list_csv
+from src.engine.data.dataset import ImageDataset, InMemory, Sample, Split
+from src.engine.data.folder import list_folder
+from src.engine.data.fractions import Listing
+from src.schema import DATASETS, Config, DataConfig, is_timm_dataset
 
 
 class Files:
-    """A split of image files, decoded when asked for."""
+    """A split of image files, each decoded when it is read."""
 
-    def __init__(self, files: list[tuple[Path, int]], mode: str = "RGB") -> None:
-        """files: each with its label. mode: RGB, or L for images of one channel."""
+    def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
+        """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
         self.files, self.mode = files, mode
 
     def __len__(self) -> int:
@@ -71,41 +35,45 @@ class Files:
         return decode_file(path, self.mode), label
 
 
-class Digits(Images):
-    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 grey values 0..16."""
+class Digits(ImageDataset):
+    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 gray values 0..16."""
 
     class_names = [str(digit) for digit in range(10)]
     in_chans = 1
-    mean = (0.3053,)  # of the training split
+    # Of the training split.
+    mean = (0.3053,)
     std = (0.3513,)
 
     def __init__(self, config: DataConfig) -> None:
         self.image_size = config.image_size or 32
-        spec = importlib.util.find_spec("sklearn")  # the file alone: importing sklearn.datasets takes 0.8 s
+        # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
+        spec = importlib.util.find_spec("sklearn")
         assert spec is not None and spec.origin is not None
         with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-        grey = table[:, :-1].view(-1, 1, 8, 8) / 16
+        gray = table[:, :-1].view(-1, 1, 8, 8) / 16
         size = (self.image_size, self.image_size)
-        images = torch.nn.functional.interpolate(grey, size, mode="bilinear", align_corners=False)
+        images = torch.nn.functional.interpolate(gray, size, mode="bilinear", align_corners=False)
         images = (images * 255).round().to(torch.uint8)
         labels = table[:, -1].long()
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the split never changes
-        self.train, self.val, self.test = (
-            InMemory(images[part], labels[part]) for part in order.split([1257, 270, 270])
-        )
+        # A fixed seed, so that the splits never change.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        splits = [InMemory(images[part], labels[part]) for part in order.split([1257, 270, 270])]
+        self.train, self.val, self.test = splits
 
 
-class Synthetic(Images):
-    """Random images and labels, made once: the cost of loading is next to nothing."""
+class Synthetic(ImageDataset):
+    """Random images and labels in memory, which cost almost nothing to load."""
 
     def __init__(self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3) -> None:
         self.class_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = config.image_size or 32
         shape = (in_chans, self.image_size, self.image_size)
-        draw = np.random.default_rng(0)  # of bytes, four times as fast as torch.randint
-        self.train, self.val = (self._split(count, shape, draw) for count in (num_samples, max(1, num_samples // 8)))
+        # NumPy draws bytes four times as fast as torch.randint.
+        draw = np.random.default_rng(0)
+        self.train = self._split(num_samples, shape, draw)
+        self.val = self._split(max(1, num_samples // 8), shape, draw)
 
     def _split(self, count: int, shape: tuple[int, int, int], draw: np.random.Generator) -> InMemory:
         images = draw.integers(0, 256, (count, *shape), dtype=np.uint8)
@@ -113,39 +81,57 @@ class Synthetic(Images):
         return InMemory(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-class Folder(Images):
-    """Images in `<root>/{train,val,test}/<class>/`; labels are the sorted class names of train/."""
+class Folder(ImageDataset):
+    """Images in `<root>/{train,val,test}/<class>/`, or in `<root>/<class>/` with data.val_fraction."""
 
-    def __init__(self, config: DataConfig) -> None:
-        assert config.root is not None
-        root = Path(config.root)
-        self.class_names = class_names(root / "train")
-        self.train, self.val = self._split(root / "train"), self._split(root / "val")
-        self.test = self._split(root / "test") if (root / "test").is_dir() else None
-
-    def _split(self, folder: Path) -> Files:
-        numbered = enumerate(self.class_names)
-        return Files([(path, label) for label, name in numbered for path in image_files(folder / name)])
+    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
+        """`trained_classes`: the class names of a run that is only evaluated here; then train/ may be missing."""
+        self.class_names, listing = list_folder(config, trained_classes)
+        self.train, self.val, self.test = files_of(listing)
 
 
-DATASETS = {
-    "digits": "src.data.datasets.Digits",
-    "synthetic": "src.data.datasets.Synthetic",
-    "folder": "src.data.datasets.Folder",
-    "timm": "src.data.timm_datasets.TimmImages",
-}
+class Csv(ImageDataset):
+    """Images and labels listed in a CSV file."""
+
+    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False) -> None:
+        """`trained_classes`: the class names of a run that is only evaluated here. `multilabel`: see train.task."""
+        self.class_names, listing = list_csv(config, trained_classes, multilabel)
+        self.train, self.val, self.test = files_of(listing)
 
 
-def build_images(config: DataConfig) -> Images:
-    """The dataset of `data.name`."""
+def files_of(listing: Listing) -> tuple[Any, Any, Any]:
+    """Return the train, val and test splits of a listing as Files; None for a missing split."""
+    splits = {name: Files(files) for name, files in listing.items()}
+    return splits.get("train"), splits.get("val"), splits.get("test")
+
+
+class Sizes(ImageDataset):
+    """Stand-in with the sizes of a dataset that is not on this machine, for scripts/plan.py."""
+
+    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
+        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.in_chans = config.model.in_chans or 3
+        # Only its length is read.
+        self.train = self.val = cast(Split, range(num_images))
+
+
+def build_dataset(
+    config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+) -> ImageDataset:
+    """Build the dataset `data.name`. `trained_classes`: the class names of a trained run to evaluate on it."""
+    check_root(config)
     name = "timm" if is_timm_dataset(config.name) else config.name
     module, _, class_name = DATASETS.get(name, name).rpartition(".")
-    kind: Any = getattr(importlib.import_module(module), class_name)
-    if not (isinstance(kind, type) and kind.__module__.startswith("src.")):
+    dataset_class: Any = getattr(importlib.import_module(module), class_name)
+    if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
         raise ValueError(f"data.name={config.name}: not a class of this project")
+    more: dict[str, Any] = {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
+    if config.name == "csv":
+        more["multilabel"] = multilabel
     try:
-        return cast(Images, kind(config, **config.kwargs))
+        return cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
     except TypeError as error:
-        if "argument" not in str(error):  # a fault inside it, which its traceback shows
+        # Other errors are bugs inside the class, and their traceback is shown.
+        if "argument" not in str(error):
             raise
-        raise ValueError(f"data.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None
+        raise ValueError(f"data.kwargs={config.kwargs}: {config.name} does not accept them ({error})") from None

@@ -1,4 +1,4 @@
-"""Datasets by the names that timm's factory knows: `torch/cifar10`, `hfds/…`, and tars (`tar`, `wds`), read by src/data/tars.py."""
+"""Datasets by the names of timm's factory: `torch/cifar10`, `hfds/…`, and tar files (`tar`, `wds`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from timm.data import create_dataset
 
-from src.data.datasets import Images, Sample
-from src.data.images import decode, from_pil
-from src.data.tars import read_splits
+from src.data.decode import decode, from_pil
+from src.engine.data.dataset import ImageDataset, Sample
+from src.engine.data.tar_index import read_splits
 from src.schema import DataConfig
 
 
-class TimmImages(Images):
-    """`data=timm data.name=<name> data.root=<folder>`; what else there is to say is `data.kwargs`."""
+class TimmImages(ImageDataset):
+    """`data=timm data.name=<name> data.root=<folder>`, with further options in `data.kwargs`."""
 
     def __init__(
         self,
@@ -26,29 +26,30 @@ class TimmImages(Images):
         input_key: str = "image",
         target_key: str = "label",
     ) -> None:
-        """timm's names. The keys name the columns of a Hugging Face dataset."""
+        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging Face dataset."""
         names = [name for name in (train_split, val_split, test_split) if name is not None]
-        kind = config.name.partition("/")[0]
+        scheme = config.name.partition("/")[0]
         splits: list[Any]
-        if kind in ("tar", "wds"):
-            splits, self.class_names = read_splits(Path(str(config.root)), names, webdataset=kind == "wds")
-        elif kind == "hfds":
+        if scheme in ("tar", "wds"):
+            root = Path(str(config.root))
+            splits, self.class_names = read_splits(root, names, webdataset=scheme == "wds", decode=decode)
+        elif scheme == "hfds":
             readers = [_create(config, name, input_key=input_key, target_key=target_key).reader for name in names]
             splits = [HubSplit(reader) for reader in readers]
             numbers = readers[0].class_to_idx or {str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)}
             self.class_names = sorted(numbers, key=numbers.__getitem__)
         else:
-            found = [_create(config, name, download=download) for name in names]
-            first, _ = found[0][0]
+            datasets = [_create(config, name, download=download) for name in names]
+            first, _ = datasets[0][0]
             self.in_chans = 1 if first.mode in ("L", "1") else 3
-            splits = [TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB") for dataset in found]
-            self.class_names = [str(name) for name in found[0].classes]
+            splits = [TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB") for dataset in datasets]
+            self.class_names = [str(name) for name in datasets[0].classes]
         self.train, self.val = splits[0], splits[1]
         self.test = splits[2] if test_split is not None else None
 
 
 class TorchvisionSplit:
-    """PIL images and labels, as torchvision's datasets give them."""
+    """A split of a torchvision dataset, whose items are PIL images and labels."""
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
@@ -62,7 +63,7 @@ class TorchvisionSplit:
 
 
 class HubSplit:
-    """A Hugging Face dataset through timm's reader, decoded here: timm's own wrapper would silently replace damaged images."""
+    """A split of a Hugging Face dataset, read by timm. Decodes here: timm would silently replace damaged images."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -77,16 +78,16 @@ class HubSplit:
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:
-    """One split by timm's factory."""
+    """Create a split with timm's factory."""
     try:
         return create_dataset(config.name, root=config.root, split=split, is_training=split == "train", **options)
     except ImportError as error:
         raise ValueError(f"data.name={config.name}: needs a package: pip install {error.name}") from None
     except (OSError, RuntimeError, AssertionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        remedy = "is there a network, or a filled cache (data.root)?"
+        remedy = "check the network, or give a filled cache as data.root"
         if "download" in options:
-            remedy = "data.kwargs.download=true fetches it (+ before it on the command line)"
+            remedy = "download it with +data.kwargs.download=true"
         raise ValueError(
             f"data.name={config.name}: the split {split} is not in {config.root} ({reason}); {remedy}"
         ) from None

@@ -1,11 +1,10 @@
-"""timm builds the model; it is single-device code, spread from outside by a strategy (src/parallel/)."""
+"""Build the model from timm or from your own class. Single-device code: a strategy wraps the model (src/parallel/)."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import socket
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
@@ -13,23 +12,22 @@ from urllib.request import getproxies
 import timm
 import torch
 from huggingface_hub import constants
-from timm.data import resolve_model_data_config
 from timm.layers import convert_sync_batchnorm
-from timm.utils import ModelEmaV3
+from timm.models import _builder
 from torch import Tensor, nn
 
-from src.data.augment import Preprocessing
-from src.data.datasets import Images, InMemory
-from src.models.weights import load_weights
-from src.schema import DataConfig, EmaConfig, ModelConfig, is_own_class
+from src.data.transforms import Preprocessing
+from src.schema import ModelConfig, is_own_class
 
 
 def build_model(
     config: ModelConfig, classes: int, in_chans: int, image_size: int | None, device: torch.device
 ) -> nn.Module:
-    """The model of a config on `device`; `classes`, channels and image size are those of the data."""
+    """Build the configured model for the data's classes, channels and image size. The caller loads model.weights."""
     if config.num_classes is not None and config.num_classes < classes:
-        raise ValueError(f"model.num_classes={config.num_classes}: the data has {classes} classes; use at least that")
+        raise ValueError(
+            f"model.num_classes={config.num_classes}: the data has {classes} classes; use {classes} or more"
+        )
     if config.in_chans not in (None, in_chans):
         raise ValueError(
             f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave it at null"
@@ -39,15 +37,15 @@ def build_model(
     try:
         model = _own_model(config, arguments) if is_own else _timm_model(config, arguments, image_size)
     except (TypeError, AttributeError, AssertionError) as error:
+        # Other errors are bugs inside your class, and their traceback is shown.
         if is_own and not (isinstance(error, TypeError) and "argument" in str(error)):
-            raise  # a fault inside it, which its traceback shows
-        raise ValueError(f"model.kwargs={config.kwargs}: {config.name} does not take them ({error})") from None
-    if config.weights is not None:
-        load_weights(model, Path(config.weights))
+            raise
+        raise ValueError(f"model.kwargs={config.kwargs}: {config.name} does not accept them ({error})") from None
     if config.grad_checkpointing:
         _checkpoint_gradients(model, config.name)
     if config.sync_bn:
-        model = convert_sync_batchnorm(model)  # timm's: torch's would lose the activation that timm's BatchNorm holds
+        # timm's function, because torch's drops the activation that timm's BatchNorm holds.
+        model = convert_sync_batchnorm(model)
     memory_format = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=memory_format)
     assert isinstance(model, nn.Module)
@@ -56,33 +54,57 @@ def build_model(
 
 def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     module, _, name = config.name.rpartition(".")
-    kind = getattr(importlib.import_module(module), name)
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    model_class = getattr(importlib.import_module(module), name)
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ValueError(f"model.name={config.name}: not a torch.nn.Module class")
-    return kind(**arguments, **config.kwargs)
+    return model_class(**arguments, **config.kwargs)
 
 
 def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int | None) -> Any:
     if image_size is not None and _takes_image_size(config.name):
         arguments["img_size"] = image_size
     arguments |= config.kwargs
+    if config.weights is not None:
+        return _with_checkpoint_filter(config.name, arguments)
     if not config.pretrained:
         return timm.create_model(config.name, **arguments)
     _give_up_early()
     try:
         return timm.create_model(config.name, pretrained=True, **arguments)
-    except (OSError, RuntimeError) as error:  # not in the cache and no network, or no weights of that name
+    # The weights are not cached and the hub cannot be reached, or no weights have this name.
+    except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"model.pretrained=true: the weights of {config.name} could not be had ({reason}); is there a network? "
-            "Else copy a filled cache here (HF_HOME), or give a file: model.weights=<file>"
+            f"model.pretrained=true: the weights of {config.name} could not be downloaded ({reason}); "
+            "check the network, copy a filled cache to HF_HOME, or give a file: model.weights=<file>"
         ) from None
 
 
+def _with_checkpoint_filter(name: str, arguments: dict[str, Any]) -> Any:
+    """Build a timm model with random weights. Store timm's filter for its weight files as `checkpoint_filter`.
+
+    timm passes the filter to its loader and does not keep it, so this function intercepts that call.
+    """
+    passed: dict[str, Any] = {}
+
+    def take_arguments(model: nn.Module, **kwargs: Any) -> None:
+        passed.update(kwargs)
+
+    load = _builder.load_pretrained
+    _builder.load_pretrained = take_arguments  # type: ignore[assignment]
+    try:
+        model: Any = timm.create_model(name, pretrained=True, **arguments)
+    finally:
+        _builder.load_pretrained = load
+    model.checkpoint_filter = passed.get("filter_fn")
+    return model
+
+
 def _give_up_early() -> None:
-    """Where the hub's name is unknown, let its client look into its cache only: it would try for 46 s."""
+    """Set the Hugging Face client offline if the hub's host name does not resolve, because it would retry for 46 s."""
+    # A proxy resolves names itself.
     if any(getproxies().get(scheme) for scheme in ("http", "https", "all")):
-        return  # the proxy knows names
+        return
     try:
         socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
     except OSError:
@@ -90,90 +112,39 @@ def _give_up_early() -> None:
 
 
 def _checkpoint_gradients(model: Any, name: str) -> None:
-    if not hasattr(model, "set_grad_checkpointing"):
-        raise ValueError(f"model.grad_checkpointing=true: {name} has no set_grad_checkpointing")
     try:
         model.set_grad_checkpointing(True)
-    except AssertionError as error:
-        raise ValueError(f"model.grad_checkpointing=true: {name} cannot ({error})") from None
+    except (AttributeError, AssertionError) as error:
+        raise ValueError(f"model.grad_checkpointing=true: {name} does not support it ({error})") from None
 
 
 def check_image_size(model: nn.Module, preprocessing: Preprocessing, num_classes: int, device: torch.device) -> None:
-    """Show `model` one black image, in evaluation mode, and refuse a size that it does not take."""
+    """Run `model` on one black image, and raise ValueError if it does not accept the image size."""
     image = torch.zeros(1, *preprocessing.input_size, device=device)
     height, width = image.shape[-2:]
     was_training = model.training
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
-    except torch.OutOfMemoryError:  # a RuntimeError too, but of the device
+    # A subclass of RuntimeError, but not about the image size.
+    except torch.OutOfMemoryError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"data.image_size={height}: the model refuses images of {height}x{width} ({reason})") from None
+        raise ValueError(
+            f"data.image_size={height}: the model does not accept images of {height}x{width} ({reason})"
+        ) from None
     finally:
         model.train(was_training)
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"model.name: gives {shape} for one image; it must be [1, {num_classes}], a score per class")
-
-
-def train_image_size(model: nn.Module, config: DataConfig, images: Images) -> int:
-    """Pixels of a side: what is given in the config, else the data's own, else what the model was made for."""
-    return int(config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1])
-
-
-def preprocessing_for(model: nn.Module, config: DataConfig, images: Images) -> Preprocessing:
-    """What is given in the config, else the data's own, else what the model was made with, else timm's defaults."""
-    if config.eval_image_size is not None and isinstance(images.val, InMemory):
-        raise ValueError(f"data.eval_image_size={config.eval_image_size}: the images of {config.name} have one size")
-    made_with = resolve_model_data_config(model)
-    channels = images.in_chans
-    sides = config.eval_image_size or config.image_size or images.image_size
-    mean, std = config.mean or images.mean, config.std or images.std
-    if mean is None or std is None:
-        fits = hasattr(model, "pretrained_cfg") and len(made_with["mean"]) == channels
-        mean, std = (made_with["mean"], made_with["std"]) if fits else ((0.5,) * channels, (0.5,) * channels)
-    for key, values in (("mean", mean), ("std", std)):
-        if len(values) != channels:
-            raise ValueError(f"data.{key}={list(values)}: one number per channel, and these images have {channels}")
-    return Preprocessing(
-        input_size=(channels, sides, sides) if sides else (channels, *made_with["input_size"][1:]),
-        mean=tuple(mean),
-        std=tuple(std),
-        crop_pct=config.crop_pct or (1.0 if isinstance(images.val, InMemory) else made_with["crop_pct"]),
-        crop_mode=made_with["crop_mode"],
-        interpolation=config.interpolation or made_with["interpolation"],
-    )
-
-
-def build_ema(model: nn.Module, config: EmaConfig, foreach: bool = True) -> ModelEmaV3 | None:
-    """Averaged weights beside the model. `foreach`: all tensors in one go, which mixed kinds of tensors do not allow."""
-    if config.decay is None:
-        return None
-    return (Average if foreach else ModelEmaV3)(model, decay=config.decay, use_warmup=config.warmup, foreach=foreach)
-
-
-class Average(ModelEmaV3):
-    """timm's, without two lists of all tensors made anew in every step: a state_dict's tensors stay where they are."""
-
-    def apply_update_(self, model: nn.Module, decay: float) -> None:
-        if not hasattr(self, "_pairs"):
-            own, other = self.module.state_dict().values(), model.state_dict().values()
-            self._pairs = list(zip(own, other, strict=True))
-            self._own, self._other = ([p[i] for p in self._pairs if p[0].is_floating_point()] for i in range(2))
-        for average, value in self._pairs:
-            if not average.is_floating_point():
-                average.copy_(value)
-        self._foreach_lerp_(self._own, self._other, weight=1 - decay)
-
-
-def count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+        raise ValueError(
+            f"model.name: expected an output [1, {num_classes}] for one image, a score per class, got {shape}"
+        )
 
 
 def _takes_image_size(name: str) -> bool:
-    """Models of a fixed input size take `img_size`; ResNets and their like refuse the argument."""
+    """Return True if the timm model takes an `img_size` argument: models with a fixed input size do, ResNets do not."""
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if cfg is not None and cfg.fixed_input_size:
         return True

@@ -1,4 +1,4 @@
-"""A model of our own, and an example of one: chosen by `model.name=src.models.cifar_resnet.CifarResNet18`."""
+"""A model that timm does not have, and an example: `model.name=src.models.cifar_resnet.CifarResNet18`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class CifarResNet18(nn.Module):
     """timm's ResNet-18 with the stem of the CIFAR networks (He et al. 2015, arXiv:1512.03385, section 4.2).
 
-    One 3x3 convolution without stride or pooling: images [B, in_chans, 32, 32] reach the first block whole.
+    The stem is one 3x3 convolution without stride or pooling, so the first block gets 32x32 images at full size.
     """
 
     def __init__(self, num_classes: int, in_chans: int, **kwargs: Any) -> None:
@@ -22,6 +22,6 @@ class CifarResNet18(nn.Module):
         self.resnet.maxpool = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores [B, num_classes]."""
+        """Map images [B, in_chans, H, W] to scores [B, num_classes]."""
         scores: Tensor = self.resnet(images)
         return scores

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all, checked when read, and the newest good one is used."""
+"""A checkpoint is written completely or not at all, and verified when read. The newest valid one is loaded."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from conftest import Train, warm_processes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from src.training import checkpoint
+from src.engine.runtime import checkpoint
 
 SIZE = 40_000  # numbers per tensor: a save takes a few milliseconds
 
 
 def contents(step: int) -> dict[str, Any]:
-    """A checkpoint of which every number says its step."""
+    """Return checkpoint contents in which every number equals the step."""
     return {
         "model": {f"layer{index}.weight": torch.full((SIZE,), float(step)) for index in range(4)},
         "optimizer": {"state": {}},
-        "progress": {"step": step, "epoch": 0, "best_acc": 0.0},
+        "progress": {"step": step, "epoch": 0, "best_values": {}},
         "classes": ["a", "b"],
         "made_by": {"strategy": "single", "devices": 1},
     }
 
 
 def step_in(path: Path) -> int:
-    """The step of a checkpoint that is whole: all of its numbers are of the same step."""
+    """Return the step of a checkpoint, and check that all numbers in the file equal the step."""
     loaded = checkpoint.load(path)
     step = int(loaded["progress"]["step"])
     assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
     return step
 
 
-def _save_for_ever(folder: Path, first: int) -> None:
+def _save_forever(folder: Path, first: int) -> None:
     torch.set_num_threads(1)
     for step in range(first, 10**6):
         checkpoint.save(folder, contents(step), step, keep=2, is_best=step % 3 == 0)
@@ -52,23 +52,22 @@ def _save_for_ever(folder: Path, first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_killed_twenty_times_last_always_loads_and_its_step_never_goes_back(tmp_path: Path) -> None:
+def test_last_checkpoint_loads_and_its_step_never_decreases_despite_20_kills(tmp_path: Path) -> None:
     context = warm_processes()
     draw, reached = random.Random(0), 0
     for _ in range(20):
-        process = context.Process(target=_save_for_ever, args=(tmp_path, reached + 1))
+        process = context.Process(target=_save_forever, args=(tmp_path, reached + 1))
         process.start()
         until = time.monotonic() + 300
-        while (
-            not (tmp_path / f"step_{reached + 2}.pt").exists() and time.monotonic() < until
-        ):  # so one whole save at least
+        # Wait for one whole save at least.
+        while not (tmp_path / f"step_{reached + 2}.pt").exists() and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.15))
         process.kill()
         process.join()
-        found = step_in(tmp_path / "last.pt") if (tmp_path / "last.pt").exists() else 0
-        assert found >= reached
-        reached = found
+        step = step_in(tmp_path / "last.pt") if (tmp_path / "last.pt").exists() else 0
+        assert step >= reached
+        reached = step
     assert reached > 20
     checkpoint.save(tmp_path, contents(reached + 1), reached + 1, keep=1, is_best=False)
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
@@ -84,8 +83,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
-def test_no_damaged_byte_is_trained_on(good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool) -> None:
-    """Any bit flipped: refused, or (without the checksum beside it, in bytes that mean nothing) the very same numbers."""
+def test_load_refuses_a_checkpoint_with_any_flipped_bit(
+    good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
+) -> None:
+    """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte has no meaning."""
     data = bytearray((good / "last.pt").read_bytes())
     data[int(where * len(data))] ^= 1 << bit
     folder = tmp_path / f"{where}{bit}{sidecars}"
@@ -101,33 +102,31 @@ def test_no_damaged_byte_is_trained_on(good: Path, tmp_path: Path, where: float,
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
-def test_a_cut_off_checkpoint_is_refused_by_name(good: Path, tmp_path: Path, keep: float) -> None:
+def test_error_names_a_truncated_checkpoint(good: Path, tmp_path: Path, keep: float) -> None:
     data = (good / "last.pt").read_bytes()
     (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
-    with pytest.raises(ValueError, match=r"last\.pt: damaged or no checkpoint") as refusal:
+    with pytest.raises(ValueError, match=r"last\.pt: damaged") as refusal:
         checkpoint.load(tmp_path / "last.pt")
     assert "\n" not in str(refusal.value)
 
 
-def test_the_newest_good_one_is_used_and_the_damaged_one_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_newest_skips_and_logs_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         checkpoint.save(folder, contents(step), step, keep=3, is_best=step == 1)
     for name in ("last.pt", "step_3.pt"):
         (folder / name).unlink()
         (folder / name).write_bytes(b"damaged")
-    found = checkpoint.load_newest(tmp_path)
-    assert found is not None and step_in(found[0]) == 2
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None and step_in(newest[0]) == 2
     assert "last.pt: damaged" in caplog.text
     checkpoint.save(folder, contents(4), 4, keep=1, is_best=False)
     assert step_in(folder / "last.pt") == 4
     assert step_in(folder / "best.pt") == 1
 
 
-def test_keep_counts_good_ones_and_forgets_an_abandoned_future(tmp_path: Path) -> None:
-    """A run that went on from step 2, because step 9 was damaged, does not keep step 9 instead of its own."""
+def test_save_removes_checkpoints_with_later_steps_of_an_abandoned_attempt(tmp_path: Path) -> None:
+    """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and deletes step 9."""
     for step in (1, 2, 9):
         checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
     (tmp_path / "step_9.pt").write_bytes(b"damaged")
@@ -147,23 +146,23 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-def test_a_save_that_fails_leaves_the_earlier_ones_and_says_so(tmp_path: Path) -> None:
+def test_save_keeps_earlier_checkpoints_when_it_fails(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     context = warm_processes()
     answers = context.Queue()
     process = context.Process(target=_save_with_little_room, args=(tmp_path, answers))
     process.start()
-    said = answers.get(timeout=300)
+    message = answers.get(timeout=300)
     process.join()
-    assert "step_8.pt: could not be written" in said
-    assert "MiB free" in said and "earlier checkpoints are untouched" in said
+    assert "step_8.pt" in message
+    assert "MiB free" in message and "earlier checkpoints are untouched" in message
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB; making one takes root."""
+    """Mount a file system of 3 MiB, which needs root."""
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
@@ -177,11 +176,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_full_disk_ends_the_run_by_name_and_the_last_checkpoint_stays(train: Train, small_disk: Path) -> None:
-    words = ("parallel=ddp", "parallel.devices=2", "checkpoint.every_steps=2", "checkpoint.keep=50", "train.epochs=50")
-    done = train(*words, folder=small_disk / "run")
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, small_disk: Path) -> None:
+    overrides = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=50",
+        "train.epochs=50",
+    )
+    done = train(*overrides, folder=small_disk / "run")
     assert done.returncode == 1, done.output
-    assert "could not be written" in done.stderr and "free" in done.stderr, done.output
+    assert ".pt: " in done.stderr and "MiB free" in done.stderr, done.output
     assert done.seconds < 60
     last = done.folder / "checkpoints" / "last.pt"
     assert checkpoint.load(last)["progress"]["step"] >= 2
@@ -189,17 +194,18 @@ def test_a_full_disk_ends_the_run_by_name_and_the_last_checkpoint_stays(train: T
     resumed = train.start(
         f"resume={done.folder}", "checkpoint.keep=1", "train.epochs=3", defaults=False, folder=done.folder
     )
-    shutil.rmtree(done.folder / "tensorboard")  # make room, as the message says
+    # Free some space, as the message says.
+    shutil.rmtree(done.folder / "tensorboard")
     for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
         old.unlink()
     assert resumed.finish().returncode == 0
 
 
-def test_leftovers_of_a_killed_save_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
+def test_load_newest_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
     (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
-    found = checkpoint.load_newest(tmp_path)
-    assert found is not None and step_in(found[0]) == 1
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None and step_in(newest[0]) == 1
     checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
     assert not (folder / ".step_2.pt.tmp").exists()

@@ -1,4 +1,4 @@
-"""Damaged images end a run by name, or are skipped the same under every strategy, and counted."""
+"""A damaged image ends the run with an error that names it, or is skipped and counted equally by every strategy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import torch
 from conftest import Train, in_ranks, plain, resolved
 from PIL import Image
 
-from src.data.feed import DeviceFeed
-from src.data.images import UnreadableImageError
-from src.data.loader import Loader, Reader
-from src.data.sampling import EvaluationRequests, Request
+from src.engine.data.loader import BatchFetcher, Loader
+from src.engine.data.prefetch import DevicePrefetcher
+from src.engine.data.samplers import EvalSampler, IndexBatch
+from src.engine.errors import UnreadableImageError
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_metrics, read_result
-from src.run.lifecycle import Training
+from src.train.run import Trainer
 
 
 def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:
-    """24 training and 10 validation images of two classes; damaged: four and two of them. Returns (root, a damaged file)."""
+    """Write 24 training and 10 validation images of two classes, and return (root, a damaged file).
+
+    With `damaged`, four training and two validation images are damaged.
+    """
     draw = np.random.default_rng(0)
     for split, count in (("train", 12), ("val", 5)):
         for label, name in enumerate(("cat", "dog")):
@@ -58,14 +61,14 @@ SETTINGS = (
 def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
-    run = Training(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
+    run = Trainer(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
     run.train()
     run.close()
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path) -> None:
+def test_skipped_images_are_counted_equally_under_every_strategy(tmp_path: Path) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
     spreads = {
         "single": ("parallel=single", "data.workers=0"),
@@ -75,9 +78,9 @@ def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path
         "ddp_workers": ("parallel=ddp", "parallel.devices=2", "data.workers=2"),
     }
     seen = {}
-    for name, words in spreads.items():
+    for name, overrides in spreads.items():
         (tmp_path / name).mkdir()
-        in_ranks(train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), words)
+        in_ranks(train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), overrides)
         result = read_result(tmp_path / name)
         losses = [
             line["train/loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in line
@@ -90,7 +93,7 @@ def test_skipped_images_are_counted_the_same_under_every_strategy(tmp_path: Path
         assert np.allclose(losses, seen["single"], atol=1e-5), name
 
 
-def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path) -> None:
+def test_skipped_image_is_replaced_by_the_next_readable_image_and_its_label(tmp_path: Path) -> None:
     class Split:
         def __len__(self) -> int:
             return 6
@@ -100,41 +103,41 @@ def test_a_substitute_is_the_next_readable_one_with_its_own_label(tmp_path: Path
                 raise UnreadableImageError(f"{index}")
             return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
 
-    training, evaluation = (Reader(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
-    _, labels, unreadable = training.read(Request(0, np.arange(6)))
+    training, evaluation = (BatchFetcher(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
+    _, labels, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 20, 30, 0, 0]
     assert sorted(set(unreadable)) == [1, 4, 5]
-    images, labels, unreadable = evaluation.read(Request(0, np.arange(6)))
+    images, labels, unreadable, _ = evaluation.read(IndexBatch(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 30] and len(images) == 3
     assert unreadable == [1, 4, 5]
-    _, labels, unreadable = evaluation.read(Request(0, np.array([4, 5])))
+    _, labels, unreadable, _ = evaluation.read(IndexBatch(0, np.array([4, 5])))
     assert len(labels) == 0 and unreadable == [4, 5]
 
 
-def test_an_image_that_can_be_read_again_counts_again() -> None:
-    """As on a network disk that was away for a moment."""
+def test_image_is_no_longer_skipped_when_it_becomes_readable_again() -> None:
+    """An image may be unreadable for a moment, for example while a network disk is unavailable."""
 
     class Split:
-        away = True
+        is_available = False
 
         def __len__(self) -> int:
             return 3
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index == 1 and self.away:
+            if index == 1 and not self.is_available:
                 raise UnreadableImageError(f"{index}")
             return torch.zeros(1, 2, 2, dtype=torch.uint8), 0
 
     split = Split()
-    feed = DeviceFeed(torch.device("cpu"), plain(1, 2), channels_last=False)
-    loader = Loader(Reader(split, 1, None, 0, "skip"), EvaluationRequests(3, 2, 0, 1), feed, 0)
-    for away, read, unreadable in ((True, 2, {1}), (False, 3, set())):
-        split.away = away
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1), channels_last=False)
+    loader = Loader(BatchFetcher(split, 1, None, 0, "skip"), EvalSampler(3, 2, 0, 1), prefetcher, 0)
+    for is_available, read, unreadable in ((False, 2, {1}), (True, 3, set())):
+        split.is_available = is_available
         assert sum(len(labels) for _, labels in loader) == read
         assert loader.unreadable == unreadable
 
 
-def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
+def test_fetcher_raises_after_100_unreadable_images_in_a_row() -> None:
     class Split:
         def __len__(self) -> int:
             return 1000
@@ -142,35 +145,35 @@ def test_a_folder_of_nothing_but_damage_is_not_skipped_through() -> None:
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             raise UnreadableImageError("damaged")
 
-    with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 unreadable images in a row"):
-        Reader(Split(), 99, None, 0, "skip", 1000).read(Request(0, np.array([7])))
+    with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 "):
+        BatchFetcher(Split(), 99, None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
-def test_a_mistake_in_the_code_is_never_skipped() -> None:
+def test_fetcher_does_not_skip_exceptions_other_than_unreadable_images() -> None:
     class Split:
         def __len__(self) -> int:
             return 3
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            raise ValueError("a mistake")
+            raise ValueError("a fault")
 
-    with pytest.raises(ValueError, match="a mistake"):
-        Reader(Split(), 99, None, 0, "skip", 3).read(Request(0, np.array([0])))
+    with pytest.raises(ValueError, match="a fault"):
+        BatchFetcher(Split(), 99, None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_by_default_the_run_ends_with_the_name_of_the_file(train: Train) -> None:
-    """Which a loader process has met; without one: test_ends.py."""
+def test_run_ends_and_names_a_damaged_file_by_default(train: Train) -> None:
+    """A loader worker reads the file in this test; in test_ends.py the rank itself reads it."""
     root, _ = image_folder(train.base / "images", damaged=True)
-    words = (
+    overrides = (
         "parallel=ddp",
         "parallel.devices=2",
         "data.workers=2",
         "data.on_error=raise",
         f"data.root={root}",
     )
-    done = train("data=folder", "data.image_size=16", "data.batch_size=8", "data.limit_train=null", *words)
+    done = train("data=folder", "data.image_size=16", "data.batch_size=8", "data.limit_train=null", *overrides)
     assert done.returncode == 1, done.output
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 2, done.stderr

@@ -1,9 +1,12 @@
-"""However a run comes to its end, by a failure, a signal or a kill, it ends promptly, by name, and leaves nothing running."""
+"""A run that fails, is signaled or is killed ends promptly, names the cause, and leaves nothing running."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Train, in_ranks, resolved
+from conftest import ROOT, Train, in_ranks, resolved, tiny
 from PIL import Image
 
-from src.data.sampling import TrainRequests
+from src.engine.data.samplers import TrainSampler
 from src.engine.machine.ranks import Ranks
 
 pytestmark = pytest.mark.processes
@@ -23,19 +26,19 @@ ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
 
 
 def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
-    """16 training images, of which the one is damaged that rank 1 of 2 reads first. Returns its path."""
+    """Create 16 training images, damage the first image that rank 1 of 2 reads, and return its path."""
     for split, count in (("train", 8), ("val", 2)):
         for name in ("cat", "dog"):
             (root / split / name).mkdir(parents=True)
             for index in range(count):
                 Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(root / split / name / f"{index}.png")
     files = sorted((root / "train").rglob("*.png"))
-    first = int(TrainRequests(16, 4, rank=1, world_size=2, seed=42).shard()[0])
+    first = int(TrainSampler(16, 4, rank=1, world_size=2, seed=42).shard()[0])
     files[first].write_bytes(files[first].read_bytes()[:40])
     return files[first]
 
 
-def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train) -> None:
+def test_failing_rank_ends_the_run_and_error_names_rank_and_log(train: Train) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
     data = ("data=folder", f"data.root={train.base}/images", "data.image_size=32", "data.limit_train=16")
     done = train(*TWO, *data, "data.batch_size=4", "data.workers=0")
@@ -44,8 +47,8 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_log(train: Train) -> N
     failure = done.result["failure"]
     assert (done.result["status"], failure["rank"], failure["exception"]) == ("failed", 1, "UnreadableImageError")
     assert ended - failure["time"] < 20
-    for word in ("Failed: rank 1: UnreadableImageError", str(corrupt), "rank_1.log"):
-        assert word in done.stderr, done.output
+    for part in ("Failed: rank 1: UnreadableImageError", str(corrupt), "rank_1.log"):
+        assert part in done.stderr, done.output
     assert str(corrupt) in done.result["reason"]
     log = (done.folder / "logs" / "rank_1.log").read_text()
     assert str(corrupt) in log and "Traceback (most recent call last)" in log
@@ -61,7 +64,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
-def test_a_signal_stops_the_run_promptly(train: Train, strategy: str, number: int, workers: int) -> None:
+def test_signal_stops_the_run_promptly(train: Train, strategy: str, number: int, workers: int) -> None:
     devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS)
     running.wait_for_steps()
@@ -76,7 +79,7 @@ def test_a_signal_stops_the_run_promptly(train: Train, strategy: str, number: in
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_whole_group_does_the_same(train: Train) -> None:
+def test_signal_to_the_process_group_stops_the_run(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS, "data.workers=1")
     running.wait_for_steps()
     os.killpg(running.process.pid, signal.SIGINT)
@@ -87,7 +90,7 @@ def test_a_signal_to_the_whole_group_does_the_same(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_ranks_have_started_stops_the_run(train: Train) -> None:
+def test_signal_stops_the_run_before_the_ranks_have_started(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
     running.wait_for(lambda: len(running.workers()) == 2)
     done = running.signal(signal.SIGINT)
@@ -97,7 +100,7 @@ def test_a_signal_before_the_ranks_have_started_stops_the_run(train: Train) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_torchrun_leaves_nothing(train: Train, number: int) -> None:
+def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> None:
     running = train.start("parallel=ddp", *ENDLESS, form="torchrun")
     running.wait_for_steps()
     done = running.signal(number)
@@ -108,21 +111,21 @@ def test_a_signal_to_torchrun_leaves_nothing(train: Train, number: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
-def test_nothing_survives_a_killed_launcher(train: Train, strategy: str) -> None:
+def test_all_processes_end_when_the_launcher_is_killed(train: Train, strategy: str) -> None:
     devices = 2 if strategy == "ddp" else 1
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS)
     running.wait_for_steps()
     before = len(psutil.Process(running.process.pid).children(recursive=True))
-    assert before >= 2 * devices, "ranks and loader workers are running"
+    assert before >= 2 * devices, "expected ranks and loader workers to be running"
     running.process.kill()
     running.process.wait()
     assert train.left_after(10) == []
 
 
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
-    from src.run.lifecycle import Training
+    from src.train.run import Trainer
 
-    run = Training(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
+    run = Trainer(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
 
     def spoil() -> None:
         with torch.no_grad():
@@ -131,7 +134,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
     if where == "start":
         spoil()
     else:
-        ordinary: Callable[[], None] = run.end_epoch  # the best weights, which the digits are tested with, are rank 0's
+        ordinary: Callable[[], None] = run.end_epoch  # the best weights, for the test split, come from rank 0
 
         def then_spoil() -> None:
             ordinary()
@@ -146,7 +149,43 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 
 
 @pytest.mark.parametrize("where", ["start", "end"])
-def test_ranks_with_different_parameters_are_noticed(tmp_path: Path, where: str) -> None:
+def test_ranks_fail_when_their_parameters_differ(tmp_path: Path, where: str) -> None:
     assert all(
-        f"the ranks {where} with different parameters" in said for said in in_ranks(_drift, 2, where, str(tmp_path))
+        f"the ranks {where} with different parameters" in message
+        for message in in_ranks(_drift, 2, where, str(tmp_path))
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strategy: str) -> None:
+    """`python train.py … | head -n 2`: the config alone has more lines than that."""
+    folder = train.base / "run"
+    overrides = tiny(f"hydra.run.dir={folder}", f"parallel={strategy}", "print_config=true")
+    command = shlex.join([sys.executable, "train.py", *overrides])
+    started = train.start_command(["bash", "-c", f"{command} | head -n 2; exit ${{PIPESTATUS[0]}}"], folder)
+    done = started.finish()
+    assert (done.returncode, done.stderr) == (0, ""), done.output
+    assert len(done.stdout.splitlines()) == 2
+    assert done.result["status"] == "done"
+    assert "val/acc" in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("write", ["print('x' * 100)", "rich.print('x')", "logging.error('x')"])
+def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
+    """No write after the reader has exited raises, neither the first nor a later one. Output of C++ code is dropped."""
+    code = (
+        "import logging, os, rich, sys\n"
+        "from src.engine.machine.process import keep_running_without_stdout\n"
+        "keep_running_without_stdout()\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        f"for _ in range(3):\n    {write}\n    sys.stdout.flush()\n"
+        "os.write(1, b'x')\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

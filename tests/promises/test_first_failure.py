@@ -1,8 +1,9 @@
-"""Whatever goes wrong, the first cause is what people read: no echo of it, and no wait that failed meanwhile."""
+"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a wait."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -13,12 +14,12 @@ from unittest.mock import MagicMock
 import pytest
 from conftest import resolved
 
-from src.engine.launch import node, nodes, supervisor, torchrun, watchdog
-from src.engine.launch.failure import failure_record
-from src.engine.launch.heartbeat import Heartbeat, Heartbeats
+from src.engine.faults import watchdog
+from src.engine.faults.failure import RankExits, failure_record
+from src.engine.faults.heartbeat import Heartbeat, Heartbeats
+from src.engine.launch import node, nodes, supervisor, torchrun
 from src.engine.launch.job import conclude, prepare, record_end
-from src.engine.launch.supervisor import Ended
-from src.engine.machine.ranks import Place, Ranks
+from src.engine.machine.ranks import NodeAddress, Ranks
 from src.engine.record.result import read_result
 
 
@@ -29,45 +30,46 @@ def recorded(error: Exception, folder: Path) -> dict[str, Any]:
         return failure_record(caught, resolved("parallel=single"), Ranks(), folder / "log")
 
 
-def test_a_file_whose_name_sounds_like_gloo_is_no_lost_connection(tmp_path: Path) -> None:
+def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
     for error in (FileNotFoundError("/data/igloo/1.png"), RuntimeError("/data/igloo/1.png: an odd image")):
         record = recorded(error, tmp_path)
         assert not record["is_echo"] and "/data/igloo/1.png" in record["reason"]
         assert "lost its connection" not in record["reason"]
-    said = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
-    for words in (said, "Gloo connectFullMesh failed with timeout"):
-        record = recorded(RuntimeError(words), tmp_path)
+    pair_closed = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+    for text in (pair_closed, "Gloo connectFullMesh failed with timeout"):
+        record = recorded(RuntimeError(text), tmp_path)
         assert record["is_echo"] and "lost its connection to another rank" in record["reason"]
 
 
-def test_a_device_without_memory_is_no_lost_connection(tmp_path: Path) -> None:
+def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
     kind = type("DistBackendError", (RuntimeError,), {})
     record = recorded(kind("NCCL error: Cuda failure 2 'out of memory'"), tmp_path)
     assert (record["status"], record["is_echo"]) == ("out_of_memory", False)
     assert recorded(kind("NCCL error: remote process exited"), tmp_path)["is_echo"]
 
 
-def test_a_refusal_is_said_also_where_a_rank_comes_too_late_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuse_followers_does_not_raise_when_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
-    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 0.05)
-    torchrun.refuse_followers(Ranks(0, 2, 0, 2))  # raises nothing: the caller goes on to say it
+    monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
+    # Raises nothing: the caller prints the refusal.
+    torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
-def test_a_node_that_leaves_before_the_ranks_start_is_no_riddle(
+def test_node_records_the_store_error_when_another_node_exits_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it should have told stays out: the store's own error is all there is to say."""
+    """The inventory of the other node is missing, so the error of the store is the only known cause."""
     from torch.distributed import DistStoreError
 
     config = resolved("parallel=ddp", "parallel.devices=2")
     prepare(config, tmp_path)
 
-    def meet(place: Place, seconds: float) -> None:
+    def meet(place: NodeAddress, seconds: float) -> None:
         raise DistStoreError("wait timeout after 300000ms, keys: /facts/1")
 
-    monkeypatch.setattr(node, "find_place", lambda: Place(0, 2))
+    monkeypatch.setattr(node, "find_address", lambda: NodeAddress(0, 2))
     monkeypatch.setattr(node, "_meet", meet)
     assert node.main(tmp_path, tmp_path) == 1
     assert capsys.readouterr().err == "node: wait timeout after 300000ms, keys: /facts/1\n"
@@ -78,10 +80,10 @@ def test_a_node_that_leaves_before_the_ranks_start_is_no_riddle(
 @pytest.mark.parametrize(
     ("codes", "stopped_by"), [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)]
 )
-def test_ranks_that_a_signal_has_stopped_are_a_stopped_run(
+def test_run_counts_as_stopped_when_a_signal_stopped_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], stopped_by: int | None
 ) -> None:
-    monkeypatch.setattr(supervisor, "_run_child", lambda *given: Ended(exit_codes=codes))
+    monkeypatch.setattr(supervisor, "_run_child", lambda *given: RankExits(exit_codes=codes))
     assert supervisor.run_ranks(resolved("parallel=single"), tmp_path).signal == stopped_by
 
 
@@ -95,7 +97,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_does_not_leave_after_a_signal_is_killed(
+def test_child_process_is_killed_when_it_ignores_a_signal(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
@@ -104,8 +106,27 @@ def test_a_process_that_does_not_leave_after_a_signal_is_killed(
     assert (ended.signal, ended.exit_codes) == (number, {0: -signal.SIGKILL})
 
 
-def test_a_lost_node_ends_the_rank_also_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be written down any more; waiting for the node would hang."""
+@pytest.mark.processes
+def test_child_is_killed_once_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` sends them, to the process and to its group: the second arrives while the timer starts."""
+    starts = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            starts.append(self)
+            if len(starts) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().start()
+
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
+    ended = supervisor._run_child(command, resolved("parallel=single").parallel)
+    assert (ended.signal, ended.exit_codes, len(starts)) == (signal.SIGTERM, {0: -signal.SIGKILL}, 1)
+
+
+def test_rank_ends_after_a_node_is_lost_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record can be written, and waiting for the node would hang."""
 
     class Full:
         def write(self, text: str) -> None:
@@ -127,8 +148,8 @@ def test_a_lost_node_ends_the_rank_also_where_the_disk_is_full(tmp_path: Path, m
         dog._end(100.0)
 
 
-def test_nodes_that_come_while_another_thread_looks_do_no_harm(tmp_path: Path) -> None:
-    """The watchdog reads what the thread of heartbeats writes; an error there would end the watchdog unseen."""
+def test_watchdog_tolerates_nodes_added_by_another_thread(tmp_path: Path) -> None:
+    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the watchdog silently."""
     heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
 
     class Store:
@@ -154,7 +175,7 @@ def test_nodes_that_come_while_another_thread_looks_do_no_harm(tmp_path: Path) -
     try:
         watching.start()
         for other in range(1, 3000):
-            heartbeats._look_at(other, Store())  # type: ignore[arg-type]
+            heartbeats._read_node(other, Store())  # type: ignore[arg-type]
     finally:
         over.set()
         watching.join()
@@ -163,11 +184,22 @@ def test_nodes_that_come_while_another_thread_looks_do_no_harm(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
-def test_a_signal_that_finds_the_ranks_of_a_finished_run_leaving_has_stopped_nothing(
-    tmp_path: Path, status: str | None, code: int
-) -> None:
+def test_signal_does_not_interrupt_a_completed_run(tmp_path: Path, status: str | None, code: int) -> None:
     config = resolved("parallel=single")
     if status is not None:
         record_end(config, tmp_path, status, "")
-    assert conclude(config, tmp_path, Ended(signal=signal.SIGINT, exit_codes={0: 130})) == code
+    assert conclude(config, tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130})) == code
     assert read_result(tmp_path).status == (status or "interrupted")
+
+
+@pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])
+def test_stopped_run_names_the_next_command_with_and_without_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: bool, hint: str
+) -> None:
+    if checkpoint:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "last.pt").touch()
+    conclude(resolved("parallel=single"), tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130}))
+    line = capsys.readouterr().err
+    assert line.startswith("Stopped by SIGINT. ") and hint in line
+    assert ("resume=" in line) == checkpoint

@@ -1,4 +1,4 @@
-"""No config, checkpoint, image or folder makes this project import or call what it names. Hostile inputs leave a mark if run."""
+"""No config, checkpoint, image or folder can make this project run code. A hostile input writes a mark file if run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import pytest
 import torch
 from conftest import Refuse, conf, parse
 
-from src.data.datasets import build_images
-from src.data.images import decode_file as decode
+from src.data.datasets import build_dataset
+from src.data.decode import decode_file as decode
 from src.engine.config.compose import ROOT, compose_command
 from src.engine.launch.job import job_command
+from src.engine.runtime import checkpoint
 from src.schema import DataConfig, ModelConfig
-from src.training import checkpoint
 
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The mark that `import evil_package` would leave, as would calling what is in it. The test fails if it is there."""
+    """Create a package that writes a mark file when it is imported or called. The test fails if the file exists."""
     mark = tmp_path / "mark"
     package = tmp_path / "library" / "evil_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w')\nclass Handler: pass\nstream = None\n")
     monkeypatch.syspath_prepend(package.parent)
     yield mark
-    assert not mark.exists(), "something was imported or called because a config, a checkpoint or a file said so"
+    assert not mark.exists(), "the hostile package was imported or called"
     assert "evil_package" not in sys.modules
 
 
@@ -59,7 +59,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)])
-def test_nothing_is_imported_because_a_file_says_so(
+def test_file_cannot_make_hydra_import_a_package(
     refuse: Refuse, evil: Path, tmp_path: Path, text: str, mode: tuple[str, ...]
 ) -> None:
     folder = conf(
@@ -72,7 +72,9 @@ def test_nothing_is_imported_because_a_file_says_so(
 
 
 @pytest.mark.parametrize("mode", [(), ("-m",), ("--help",), ("--info", "searchpath")])
-def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_hydra_search_path_does_not_import_a_package(
+    refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
     assert "pkg://evil_package" in refuse(*mode, "hydra.searchpath=[pkg://evil_package]")
     main = "defaults: [schema, _self_]\nhydra: {searchpath: ['${task_name}']}\ntask_name: pkg://evil_package\n"
     assert "hydra.searchpath" in refuse(*mode, "--config-dir", str(conf(tmp_path / "conf", train=main)))
@@ -89,7 +91,7 @@ def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path
         "hydra.output_subdir=../elsewhere",
         "hydra.output_subdir=/tmp/elsewhere",
         "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
-        "hydra.job.name=../evil",  # hydra/job_logging=default names a file by it
+        "hydra.job.name=../evil",  # Hydra's default logging names a file by it
         "hydra.job.name=${tags[0]} tags=[../evil]",
         "+model.kwargs.checkpoint_path=/tmp/evil.pt",
         "+model.kwargs.pretrained_cfg={file:/tmp/evil.pt}",
@@ -97,38 +99,106 @@ def test_the_search_path_imports_no_package(refuse: Refuse, evil: Path, tmp_path
         "+model.kwargs.cache_dir=/tmp/evil",
         "model.name=hf-hub:evil/model",
         "model.name=local-dir:/tmp/evil",
-        "model.name=src.engine.machine.process.die_with_parent",  # a function
+        "model.name=src.engine.machine.process.kill_on_parent_exit",  # a function
         "model.name=src.models.build.nn",  # a module
-        "data.name=src.engine.launch.supervisor.contextmanager",  # somebody else's
+        "data.name=src.engine.launch.supervisor.contextmanager",  # from another library
         "search.storage=evil://host/db",
         "search.storage=postgresql+evil://host/db",
     ],
 )
-def test_what_a_config_may_not_ask_for(refuse: Refuse, command: str) -> None:
+def test_unsafe_hydra_option_is_refused(refuse: Refuse, command: str) -> None:
     key = command.lstrip("+").partition("=")[0]
     assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
 
 
-def test_hydras_own_logging_is_allowed_and_a_known_variable() -> None:
-    compose_command(parse("hydra/job_logging=default", "hydra/hydra_logging=default", "hydra.job.name=a"))
-    compose_command(parse("hydra/job_logging=stdout", "+hydra.job.env_set.NCCL_DEBUG=INFO", "hydra.verbose=true"))
+SETTABLE = ["run.dir=x", "sweep.dir=x", "sweep.subdir=x", "job.name=a", "job.chdir=false", "verbose=[a]"]
+# With their default values: the keys themselves are refused.
+FIXED = [
+    *(
+        "hydra_logging.version=1",
+        "job_logging.version=1",
+        "output_subdir=.hydra",
+        "job.config.override_dirname.kv_sep='='",
+    ),
+    *(
+        "sweeper.max_batch_size=null",
+        "launcher={}",
+        "callbacks={}",
+        "searchpath=[]",
+        "job.env_set={}",
+        "job.env_copy=[]",
+    ),
+    *(
+        "help.template=x",
+        "hydra_help.template=x",
+        "mode=RUN",
+        "job.num=1",
+        "runtime.cwd=x",
+        "overrides.task=[]",
+        "env={}",
+    ),
+]
+GROUPS = ["hydra/job_logging=default", "hydra/launcher=basic", "hydra/env=default", "hydra=default", "~hydra/help"]
 
 
-def test_only_classes_of_the_right_kind_are_called() -> None:
+@pytest.mark.parametrize("word", [*(f"hydra.{word}" for word in FIXED), *GROUPS])
+def test_hydra_override_is_refused_when_its_key_is_not_listed(refuse: Refuse, word: str) -> None:
+    for given in (word,) if word[0] == "~" else (word, f"+{word}", f"++{word}"):
+        line = refuse(given)
+        assert given in line and "run, sweep, sweeper.params, job.name" in line
+
+
+def test_hydra_override_is_accepted_when_its_key_is_listed() -> None:
+    for plus in ("", "++"):
+        compose_command(parse(*(f"{plus}hydra.{word}" for word in SETTABLE)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hydra: {job: {env_set: {NCCL_DEBUG: INFO}}}",
+        "hydra: {job: {env_copy: [HOME]}}",
+        "hydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}",
+        "hydra: {job: {config: {override_dirname: {kv_sep: _}}}}",
+        "hydra: {help: {template: x}}",
+        "hydra: {hydra_help: {template: x}}",
+        "hydra: {job_logging: {disable_existing_loggers: true}}",
+        "hydra: {output_subdir: elsewhere}",
+        "hydra: {launcher: {x: 1}}",
+        "hydra: {sweeper: {max_batch_size: 2}}",
+        "defaults: [override /hydra/job_logging: stdout]",
+    ],
+)
+def test_hydra_section_of_a_config_file_is_refused_when_it_differs(refuse: Refuse, tmp_path: Path, text: str) -> None:
+    folder = conf(tmp_path / "conf", experiment__odd=f"# @package _global_\n{text}\n")
+    assert "hydra." in refuse("--config-dir", str(folder), "experiment=odd")
+
+
+def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_listed(tmp_path: Path) -> None:
+    text = "hydra: {run: {dir: x}, sweep: {dir: y, subdir: z}, job: {name: a, chdir: false}, verbose: true, "
+    text += "sweeper: {params: {seed: '1,2'}}}"
+    folder = conf(tmp_path / "conf", experiment__own=f"# @package _global_\n{text}\n")
+    command = compose_command(parse("-m", "--config-dir", str(folder), "experiment=own"))
+    assert (str(command.run_dir), command.tree.hydra.job.name) == ("x", "a")
+    main = conf(tmp_path / "main", train="defaults: [schema, _self_]\nhydra: {run: {dir: x}}\n")
+    assert str(compose_command(parse("--config-path", str(main))).run_dir) == "x"
+
+
+def test_class_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> None:
     from src.models.build import build_model
 
-    images = build_images(DataConfig(name="synthetic"))
+    images = build_dataset(DataConfig(name="synthetic"))
     for name in (
         "src.data.datasets.Digits",
         "src.engine.record.result.MetricsLog",
-        "src.engine.machine.process.die_with_parent",
+        "src.engine.machine.process.kill_on_parent_exit",
     ):
         with pytest.raises(ValueError, match="not a torch"):
             build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
-    for name in ("src.data.datasets.Path", "src.engine.machine.process.die_with_parent", "src.models.build.nn"):
+    for name in ("src.data.datasets.Path", "src.engine.machine.process.kill_on_parent_exit", "src.models.build.nn"):
         with pytest.raises(ValueError, match="not a class of this project"):
-            build_images(DataConfig(name=name))
-    with pytest.raises(ValueError, match="does not take them"):
+            build_dataset(DataConfig(name=name))
+    with pytest.raises(ValueError, match="does not accept them"):
         build_model(
             ModelConfig(name="resnet18", kwargs={"_target_": "os.system"}),
             10,
@@ -139,7 +209,7 @@ def test_only_classes_of_the_right_kind_are_called() -> None:
 
 
 class Payload:
-    """Unpickled, it leaves the mark."""
+    """Object that writes the mark file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -148,7 +218,7 @@ class Payload:
         return open, (self.mark, "w")
 
 
-def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+def test_loading_a_checkpoint_does_not_run_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "zip.pt")
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -159,10 +229,10 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
     with open(tmp_path / "raw.pt", "rb") as file:
         pickle.load(file).close()
-    assert mark.exists(), "the payload works"
+    assert mark.exists(), "the payload must write the mark file when it is unpickled without protection"
 
 
-def test_a_file_in_a_data_folder_is_an_image_or_refused(tmp_path: Path) -> None:
+def test_data_file_is_refused_when_it_is_not_an_image(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for name in ("a.jpg", "a.png", "a.webp"):
         (tmp_path / name).write_bytes(pickle.dumps(Payload(mark)))
@@ -179,8 +249,8 @@ def test_a_file_in_a_data_folder_is_an_image_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
-    """`python -m` looks there first; a shared data folder may hold anybody's json.py."""
+def test_ranks_do_not_import_files_from_the_current_folder(tmp_path: Path) -> None:
+    """`python -m` searches the current folder first, and a shared data folder may contain a foreign json.py."""
     for name in ("json", "torch", "logging"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -190,25 +260,25 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"  # unpickle what other ranks send
+OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"  # unpickle data of other ranks
 
 
 def unsafe_calls(source: str) -> list[str]:
-    """Calls that run what they read, in a file's source."""
+    """Return the calls in a file that may execute code in the data that they read."""
     modules = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
     calls = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.hub.load", "torch.jit.load")
-    found = []
+    unsafe_code = []
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
             names.append(str(node.module))
-        found += [name for name in names if name.split(".")[0] in modules]
+        unsafe_code += [name for name in names if name.split(".")[0] in modules]
         if isinstance(node, ast.Attribute) and re.fullmatch(OBJECTS, node.attr):
-            found.append(ast.unparse(node))
+            unsafe_code.append(ast.unparse(node))
         if not isinstance(node, ast.Call):
             continue
         name, given = ast.unparse(node.func), {key.arg: ast.unparse(key.value) for key in node.keywords}
-        unsafe = (
+        is_unsafe = (
             name in calls
             or given.get("shell", "False") != "False"
             or (name == "torch.load" and given.get("weights_only") != "True")
@@ -217,15 +287,15 @@ def unsafe_calls(source: str) -> list[str]:
             or (name.startswith("yaml.") and "load" in name and not re.search("safe|SafeLoader", ast.unparse(node)))
             or (name == "importlib.import_module" and "src" not in source)
         )
-        found += [ast.unparse(node)] if unsafe else []
-    return found
+        unsafe_code += [ast.unparse(node)] if is_unsafe else []
+    return unsafe_code
 
 
 SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_everything_is_loaded_safely(path: Path) -> None:
+def test_source_file_has_no_unsafe_calls(path: Path) -> None:
     assert unsafe_calls(path.read_text(encoding="utf-8")) == []
 
 
@@ -250,5 +320,5 @@ def test_everything_is_loaded_safely(path: Path) -> None:
         "dist.broadcast_object_list(a)",
     ],
 )
-def test_the_check_of_loading_can_fail(source: str) -> None:
+def test_unsafe_call_is_detected(source: str) -> None:
     assert unsafe_calls(source) != []

@@ -1,4 +1,4 @@
-"""A rank that fails leaves with its code, all that it recorded on disk, and waits for nobody on the way out."""
+"""A failed rank writes its records and exits with its code without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_lines, resolved
 
-from src.engine.machine.process import leave
+from src.engine.machine.process import exit_process
 from src.engine.machine.ranks import Ranks
 from src.engine.record.recorder import Recorder
-from src.run import lifecycle
+from src.train import run as lifecycle
 
-# As a failed rank: a group of torch's, whose backend is said to be BACKEND, and a destructor that waits for ever.
+# A failed rank: a process group that reports BACKEND, and a destructor that waits for BLOCKS seconds.
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
-from src.engine.machine.process import leave
+from src.engine.machine.process import exit_process
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if "BACKEND" != "gloo":
     dist.get_backend = lambda: "BACKEND"
@@ -30,7 +30,7 @@ class Communicators:
 communicators = Communicators()
 atexit.register(print, "exit handler", flush=True)
 print("last words", flush=True)
-leave(CODE)
+exit_process(CODE)
 """
 
 
@@ -43,21 +43,23 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_failed_or_stopped_rank_does_not_wait_in_destructors() -> None:
+def test_failed_or_stopped_rank_skips_destructors() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
     assert left("gloo", 143, blocks=600) == (143, ["last words", "exit handler"])
-    assert left("gloo", 0, blocks=0) == (0, ["last words", "exit handler", "destructor"]), "an end as any other"
+    assert left("gloo", 0, blocks=0) == (0, ["last words", "exit handler", "destructor"]), (
+        "a normal exit must run the destructors"
+    )
 
 
-# A thread that is inside torch's store all the time; which threads run when all exit handlers have, is printed.
+# A thread that is always inside torch's store. An exit handler prints the threads that still run.
 IN_THE_STORE = """
 import atexit, threading, time
 atexit.register(lambda: print(*sorted(thread.name for thread in threading.enumerate())))
 from contextlib import suppress
 from datetime import timedelta
 from torch.distributed import TCPStore
-from src.parallel.stopping import Stopping
+from src.engine.faults.stop import StopCoordinator
 
 class Slow:
     def __init__(self):
@@ -66,7 +68,7 @@ class Slow:
         with suppress(RuntimeError):
             self.store.wait(["never"], timedelta(seconds=0.2))
         return False
-stopping = Stopping(0, 1, Slow())
+stopping = StopCoordinator(0, 1, Slow())
 time.sleep(0.5)
 raise RuntimeError("the accident of this test")
 """
@@ -74,8 +76,8 @@ raise RuntimeError("the accident of this test")
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_exception_does_not_leave_a_thread_in_the_store(tmp_path: Path) -> None:
-    """The interpreter's end would abort the process: a run's, evaluate.py's or scripts/predict.py's."""
+def test_exception_ends_a_thread_that_is_waiting_in_the_store(tmp_path: Path) -> None:
+    """A thread left in the store would make train.py, evaluate.py or scripts/predict.py abort at interpreter shutdown."""
     script = tmp_path / "script.py"
     script.write_text(IN_THE_STORE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -86,24 +88,24 @@ def test_an_exception_does_not_leave_a_thread_in_the_store(tmp_path: Path) -> No
     assert done.stdout == "MainThread\n"
 
 
-def test_a_process_without_a_group_leaves_as_any_does() -> None:
+def test_process_without_a_process_group_exits_normally() -> None:
     for code in (0, 1):
         with pytest.raises(SystemExit) as error:
-            leave(code)
+            exit_process(code)
         assert error.value.code == code
 
 
-def test_a_failed_run_closes_what_it_records_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's thread has a queue, which is lost where a process leaves at once."""
+def test_failed_run_closes_its_tensorboard_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An immediate exit of the process would lose the events queued in TensorBoard's writer thread."""
     config = resolved("parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1")
     closed: list[int] = []
     close = Recorder.close
 
-    def fails(self: lifecycle.Training) -> None:
+    def fails(self: lifecycle.Trainer) -> None:
         assert not closed
         raise RuntimeError("the accident of this test")
 
-    monkeypatch.setattr(lifecycle.Training, "end_epoch", fails)
+    monkeypatch.setattr(lifecycle.Trainer, "end_epoch", fails)
     monkeypatch.setattr(Recorder, "close", lambda self: (close(self), closed.append(1)))
     with pytest.raises(RuntimeError, match="accident"):
         lifecycle.run(config, tmp_path, Ranks(), None)

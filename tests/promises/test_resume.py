@@ -1,4 +1,4 @@
-"""Stopped at any step and resumed equals never having stopped, bit for bit; with other devices, the same samples and losses."""
+"""A run stopped at any step and resumed equals an uninterrupted run; on different devices, samples and losses agree."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import nn
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped
 from src.engine.record.result import read_metrics, read_result
-from src.run.lifecycle import Training
+from src.engine.runtime import checkpoint
 from src.schema import ResolvedConfig
-from src.training import checkpoint
+from src.train.run import Trainer
 
 pytestmark = pytest.mark.processes
 EPOCH, STEPS = 6, 18  # steps
@@ -43,6 +43,8 @@ SETTINGS = (
 RANDOM = (
     "+model.kwargs.drop_rate=0.1",
     "data.augment.mixup=0.2",
+    "data.augment.mixup_off_epoch=2",
+    "data.augment.reprob=0.5",
     "data.augment.aa=rand-m9-mstd0.5",
     "model.ema.decay=0.9",
 )
@@ -50,32 +52,32 @@ STOPS = (1, 3, EPOCH, EPOCH + 1, 11, STEPS - 1)
 
 
 class StopsAt(nn.Module):
-    """A head that gets a stop signal in the forward pass of one step, as if from outside."""
+    """Classifier head that requests a stop in the forward pass of one step, like a signal."""
 
-    def __init__(self, head: nn.Module, training: Training, step: int) -> None:
+    def __init__(self, head: nn.Module, training: Trainer, step: int) -> None:
         super().__init__()
         self.head, self.step = head, step
         self.__dict__["trained"] = training  # not a submodule
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if self.training and self.trained.progress.step + 1 == self.step:
-            self.trained.strategy.stopping.request(signal.SIGTERM)
+            self.trained.group.stop.request(signal.SIGTERM)
         return self.head(features)  # type: ignore[no-any-return]
 
 
 @cache
 def config_of(overrides: tuple[str, ...]) -> ResolvedConfig:
-    """Composed here, and once: in the ranks it would take as long as the training."""
+    """Compose each config once outside the ranks, because composing takes as long as the training."""
     return resolved(*SETTINGS, *overrides)
 
 
 def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None) -> list[tuple[int, int]]:
-    """Train in `folder` from where it is, to the end or to a stop signal in step `stop_at`: the (epoch, index) read here."""
+    """Train from the checkpoint in `folder` to the end or to step `stop_at`, and return the (epoch, index) pairs read."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
-    training = Training(config, Path(folder), ranks, store)
+    training = Trainer(config, Path(folder), ranks, store)
     training.resume()
-    model, reader, read = training.state.model, training.run.train.reader, []
+    model, reader, read = training.state.model, training.parts.train.fetcher, []
     if stop_at is not None:
         head = model.get_classifier()  # type: ignore[operator]
         inner = head.forward
@@ -87,12 +89,12 @@ def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at
         read.extend((request.epoch, index) for index in request.indices.tolist())
         return fetch(reader, request)
 
-    if training.config.data.workers != 2:  # a spy cannot be sent to loader workers
+    if training.config.data.workers != 2:  # a spy cannot be pickled for loader workers
         reader.read = spy  # type: ignore[method-assign]
-    training.show_images = lambda: None  # type: ignore[method-assign]  # it looks at the first batch, aside
+    training.show_images = lambda: None  # type: ignore[method-assign]  # it would read the first batch once more
     try:
         training.train()
-        assert stop_at is None, "it should have stopped"
+        assert stop_at is None, "the run did not stop"
     except Stopped:
         assert training.progress.step in (stop_at, (stop_at or 0) + 1)
         training.strategy.close()
@@ -103,6 +105,11 @@ def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at
 
 def curves(folder: Path) -> list[dict[str, Any]]:
     return without_times(list(read_metrics(folder / "metrics.jsonl")))
+
+
+def training_of(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a checkpoint without its record of attempts and commands."""
+    return {key: value for key, value in contents.items() if key not in ("made_by", "segments", "config")}
 
 
 def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
@@ -122,7 +129,7 @@ def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`(world_size, overrides) -> folder` of a run that never stopped; made once each."""
+    """Return `(world_size, overrides) -> folder` of an uninterrupted run. Each such run is trained once."""
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
     def run(world_size: int, overrides: tuple[str, ...]) -> Path:
@@ -154,16 +161,18 @@ def slow(*row: Any) -> Any:
         *(slow(2, 2, step) for step in (3, EPOCH)),
     ],
 )
-def test_bit_for_bit(undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int) -> None:
-    assert_goes_on(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
+def test_resumed_run_equals_uninterrupted_run(
+    undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int
+) -> None:
+    assert_resume_changes_nothing(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
 
 
 @pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize(("stop_at", "broadcast"), [(EPOCH, "true"), (3, "false")])
-def test_bit_for_bit_with_batch_statistics_that_an_evaluation_averages(
-    undisturbed: Any, tmp_path: Path, stop_at: int, broadcast: str
+@pytest.mark.parametrize("stop_at", [EPOCH, 3])
+def test_resumed_run_equals_uninterrupted_run_with_averaged_batchnorm(
+    undisturbed: Any, tmp_path: Path, stop_at: int
 ) -> None:
-    """Stopped before that, when they differ between the ranks."""
+    """The run stops before statistics are averaged, while they differ between the ranks."""
     overrides = (
         "model=resnet18",
         "model.name=resnet10t",
@@ -171,25 +180,27 @@ def test_bit_for_bit_with_batch_statistics_that_an_evaluation_averages(
         "model.ema.decay=0.9",
         "train.epochs=2",
     )
-    overrides = (*overrides, f"parallel.broadcast_buffers={broadcast}")
-    assert_goes_on(undisturbed, tmp_path, 2, overrides, stop_at)
+    assert_resume_changes_nothing(undisturbed, tmp_path, 2, overrides, stop_at)
 
 
-def assert_goes_on(undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int) -> None:
-    """Stopped at a step and resumed, all that is left equals what a run leaves that never stopped."""
+def assert_resume_changes_nothing(
+    undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int
+) -> None:
+    """Check that a run stopped at a step and resumed writes the same outputs as an uninterrupted run."""
     overrides = (*more, *spread(world_size))
     whole = undisturbed(world_size, overrides)
     for until in (stop_at, None):
         in_ranks(train, world_size, str(tmp_path), config_of(overrides), until)
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
-    assert_equal_trees({**one, "made_by": None}, {**other, "made_by": None})
+    assert_equal_trees(training_of(one), training_of(other))
     assert curves(tmp_path) == curves(whole)
-    found, expected = read_result(tmp_path), read_result(whole)
-    assert (found.train, found.val, found.test) == (expected.train, expected.val, expected.test)
+    assert any("train/acc" in line for line in curves(whole)), "sums over images since the last logged step"
+    resumed, expected = read_result(tmp_path), read_result(whole)
+    assert (resumed.train, resumed.val, resumed.test) == (expected.train, expected.val, expected.test)
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
     for tag in ("train/loss", "val/acc"):
         steps = [event.step for event in events.Scalars(tag)]
-        assert steps == sorted(set(steps)), f"{tag} has doubled steps"
+        assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
 @pytest.mark.parametrize(
@@ -201,13 +212,13 @@ def assert_goes_on(undisturbed: Any, tmp_path: Path, world_size: int, more: tupl
         slow(spread(2, "dp"), spread(2)),
         slow(spread(2), spread(2, "dp")),
     ],
-    ids=lambda words: "x".join(word.split("=")[1] for word in words),
+    ids=lambda overrides: "x".join(text.split("=")[1] for text in overrides),
 )
-def test_other_devices_go_on_with_the_same_samples_and_losses(
+def test_resume_with_different_devices_keeps_samples_and_losses(
     undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
-    def processes(words: tuple[str, ...]) -> int:
-        return int(words[1].split("=")[1]) if "ddp" in words[0] else 1
+    def processes(overrides: tuple[str, ...]) -> int:
+        return int(overrides[1].split("=")[1]) if "ddp" in overrides[0] else 1
 
     whole = undisturbed(1, ("optim=sgd", "optim.lr=0.01", *spread(1)))
     more = ("optim=sgd", "optim.lr=0.01")
@@ -215,7 +226,7 @@ def test_other_devices_go_on_with_the_same_samples_and_losses(
     reached = int(checkpoint.load(tmp_path / "checkpoints" / "last.pt")["progress"]["step"])
     second = in_ranks(train, processes(after), str(tmp_path), config_of((*more, *after)), None)
     read = Counter(pair for ranks in (first, second) for rank in ranks for pair in rank)
-    assert set(read.values()) == {1}, "every sample that an epoch keeps, exactly once"
+    assert set(read.values()) == {1}, "a sample was read twice"
     assert len(read) == STEPS * 24
     assert 9 <= reached <= 10
     for one, other in zip(curves(whole), curves(tmp_path), strict=True):
@@ -226,10 +237,17 @@ def test_other_devices_go_on_with_the_same_samples_and_losses(
 
 
 @pytest.mark.slow
-def test_the_last_line_of_a_stopped_run_is_the_command_that_goes_on_bit_for_bit(train: Train) -> None:
-    """A signal from outside, two ranks with a loader worker each, and the command as it stands there."""
-    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=10", "train.log_every=2", "data.workers=1", *RANDOM)
-    running = train.start(*words)
+def test_command_printed_by_a_stopped_run_continues_bit_for_bit(train: Train) -> None:
+    """Two ranks with one loader worker each get a signal, and the printed command is run without changes."""
+    overrides = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "train.epochs=10",
+        "train.log_every=2",
+        "data.workers=1",
+        *RANDOM,
+    )
+    running = train.start(*overrides)
     running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
     stopped = running.signal(signal.SIGUSR1)
     assert stopped.returncode == 128 + signal.SIGUSR1
@@ -243,13 +261,13 @@ def test_the_last_line_of_a_stopped_run_is_the_command_that_goes_on_bit_for_bit(
     assert "data.batch_size=48" in refused.stderr and "resume_strict=false" in refused.stderr
     resumed = train(*command[1:], defaults=False, folder=running.folder)
     assert resumed.returncode == 0, resumed.output
-    whole = run_warm(train.base / "whole", *words)
+    whole = run_warm(train.base / "whole", *overrides)
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder))
-    assert_equal_trees({**one, "made_by": None}, {**other, "made_by": None})
+    assert_equal_trees(training_of(one), training_of(other))
     assert curves(running.folder) == curves(whole)
 
 
-def test_a_larger_max_steps_goes_on_inside_the_epoch_that_the_smaller_cut_off(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_with_larger_max_steps_continues_in_mid_epoch(undisturbed: Any, tmp_path: Path) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     first = in_ranks(train, 1, str(tmp_path), config_of((*overrides, "train.max_steps=9")), None)[0]
@@ -258,12 +276,12 @@ def test_a_larger_max_steps_goes_on_inside_the_epoch_that_the_smaller_cut_off(un
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
     for part in ("model", "optimizer", "ema"):
         assert_equal_trees(one[part], other[part], part)
-    assert one["progress"]["epoch_loss"] == other["progress"]["epoch_loss"]
+    assert one["progress"]["epoch_means"] == other["progress"]["epoch_means"]
 
 
 @pytest.mark.slow
-def test_the_last_steps_of_a_long_run_are_timed_too(tmp_path: Path) -> None:
-    """Ten steps to warm up are for a long run; its rest is a short one."""
+def test_resume_measures_speed_of_the_last_steps_of_a_long_run(tmp_path: Path) -> None:
+    """The remaining steps of a long run use the shorter warm-up of a short run."""
     overrides = (*spread(1), "train.epochs=8")
     in_ranks(train, 1, str(tmp_path), config_of(overrides), 41)
     in_ranks(train, 1, str(tmp_path), config_of(overrides), None)
@@ -271,7 +289,7 @@ def test_the_last_steps_of_a_long_run_are_timed_too(tmp_path: Path) -> None:
     assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
 
 
-def test_what_only_the_last_epoch_knew_outlives_a_death_before_the_result(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_from_the_final_checkpoint_writes_the_epoch_means(undisturbed: Any, tmp_path: Path) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")

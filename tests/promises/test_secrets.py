@@ -1,9 +1,9 @@
-"""No secret gets out: refused where it is typed, a reference in what is frozen, hidden in what is written and shown."""
+"""Protection of secrets: references are not resolved in files, and values are masked in files and on the console."""
 
 from __future__ import annotations
 
 import logging
-import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from conftest import Refuse, Train, conf, parse
 
-from src.engine.config.compose import ROOT, compose_command, freeze, read_frozen
+from src.engine.config.compose import ROOT, compose_command, load_config, run_in_hydra, save_config
+from src.engine.config.evaluation import evaluation_config
 from src.engine.config.resolve import resolve
 from src.engine.machine.files import write_json, write_text
 from src.engine.machine.secrets import HidingFormatter, hide, hide_in, is_secret_key, is_secret_variable, mask
+from src.engine.search.space import freeze_search, read_space
+from src.engine.search.study import open_study
 from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import expand
-from src.engine.sweep.space import freeze_search, read_space
-from src.schema import Config
+from src.schema import Config, ResolvedConfig, SearchConfig
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
 REFERENCE = "${oc.env:HF_TOKEN}"
@@ -29,8 +31,8 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
 
-def holding(folder: Path) -> list[str]:
-    """The files below `folder` that hold the secret, in any notation, and the names that do."""
+def files_with_secret(folder: Path) -> list[str]:
+    """Return the files below `folder` that contain the secret in any notation or have it in their name."""
     forms = {form.encode() for form in (SECRET, repr(SECRET)[1:-1], SECRET.replace('"', '\\"'), SECRET[:10])}
     paths = list(folder.rglob("*"))
     assert paths
@@ -41,84 +43,155 @@ def holding(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("+model.kwargs.token=s3cretvalue", "model.kwargs.token: looks like a secret; give it as '${oc.env:MY_TOKEN}'"),
+        ("+model.kwargs.token=s3cretvalue", "model.kwargs.token: "),
         ("+model.kwargs.hf_token=12345678s3cret", "model.kwargs.hf_token"),
         ("+model.kwargs={token:s3cretvalue}", "model.kwargs.token"),
-        ("+model.kwargs.a={b:[{api_key:s3cretvalue}]}", "api_key"),
+        ("+model.kwargs.a={b:[{api_key:s3cretvalue}]}", "model.kwargs.a.b.api_key"),
         ("++optim.kwargs.password='s3cretvalue'", "optim.kwargs.password"),
         ("+modle.kwargs.token=s3cretvalue(", "modle.kwargs.token"),  # Hydra's errors would quote it
         ("+modle={token:s3cretvalue}", "modle"),
-        ("search.storage=postgresql://me:s3cretvalue@host/db", "search.storage: is a URL with a password"),
+        ("search.storage=postgresql://me:s3cretvalue@host/db", "search.storage: "),
         ("-m +model.kwargs.token=s3cretvalue,s3cret2", "model.kwargs.token"),
         ("-m search=optuna +model.kwargs.token=choice(s3cretvalue,s3cret2)", "model.kwargs.token"),
-        ("+model.kwargs.token=${oc.env:HARMLESS_NAME}", "HARMLESS_NAME"),
         ("+model.kwargs.token=${oc.env:HF_TOKEN,s3cretvalue}", "model.kwargs.token"),
-        ("+model.kwargs.token=${oc.env:SHORT_TOKEN}", "SHORT_TOKEN has fewer than 8 characters"),
         ("+model.kwargs.token=${oc.env:MISSING_TOKEN}", "MISSING_TOKEN"),
-        ("task_name=${oc.env:HF_TOKEN}", "task_name"),  # nothing can be hidden in the name of a folder
-        ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "hydra.run.dir"),
-        ("-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} seed=1,2", "hydra.sweep.dir"),
+        ("task_name=${oc.env:HF_TOKEN}", "task_name"),  # a folder name cannot be masked
+        ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN}"),
+        ("-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2", "x/${oc.env:HF_TOKEN}"),
         ("hydra.job.env_copy=[HF_TOKEN]", "hydra.job.env_"),  # Hydra would write it into .hydra/hydra.yaml
         ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
     ],
 )
-def test_a_literal_secret_is_refused_and_not_repeated(
+def test_literal_secret_is_refused_and_not_printed(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: str
 ) -> None:
-    monkeypatch.setenv("HARMLESS_NAME", "s3cretvalue")
-    monkeypatch.setenv("SHORT_TOKEN", "s3cret")
     monkeypatch.delenv("MISSING_TOKEN", raising=False)
     line = refuse(*command.split(" "))
     assert named in line
     assert "s3cret" not in line and SECRET not in line
 
 
-@pytest.mark.parametrize("word", ["tags=['{}']", "+model.kwargs.anything='{}'", "data.root=/x/{}/y", "modle={}"])
-def test_a_value_that_the_shell_has_already_put_in_is_refused(
-    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, word: str
+def test_value_of_a_secret_variable_is_replaced_by_a_reference(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    line = refuse(word.format("0123456789abcdef"))
-    assert "holds the value of WANDB_API_KEY; give it as '${oc.env:WANDB_API_KEY}'" in line
-    assert "0123456789abcdef" not in line
+    line = refuse("modle=0123456789abcdef")
+    assert "modle=${oc.env:WANDB_API_KEY}" in line and "0123456789abcdef" not in line
+    words = (
+        "tags=['0123456789abcdef']",
+        "+model.kwargs.anything='0123456789abcdef'",
+        "data.root=/x/0123456789abcdef/y",
+    )
+    frozen = save_by_command(tmp_path / "run", "model=tiny", *words)
+    written = [path.read_text() for path in (tmp_path / "run").rglob("*.yaml")]
+    assert len(written) == 4 and not any("0123456789abcdef" in text for text in written)
+    assert all("/x/${oc.env:WANDB_API_KEY}/y" in text for text in written)
+    assert load_config(tmp_path / "run") == frozen
+
+
+def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
+    """Write the files that train.py writes before it starts ranks: .hydra/ and config.yaml."""
+    command = compose_command(parse("parallel=single", *words))
+    config = resolve(command.config)
+    folder.mkdir()
+    assert run_in_hydra(command, folder, lambda: save_config(config, folder) or 0) == 0
+    return config
+
+
+def test_secret_reference_stays_in_files_and_is_resolved_when_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The name of the variable does not matter, because a reference keeps its value out of files."""
+    for name in ("HARMLESS_NAME", "SHORT_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    keys = ("+model.kwargs.token=${oc.env:SHORT_TOKEN}", "data.root=/x/${oc.env:HARMLESS_NAME}")
+    words = (
+        "model=tiny",
+        *keys,
+        "+optim.kwargs={password:'${oc.env:HARMLESS_NAME}',nested:[1,{a:2}]}",
+        "train.epochs=1",
+    )
+    config = save_by_command(tmp_path / "run", *words)
+    assert (config.model.kwargs["token"], config.data.root) == ("s3cret", "/x/s3cret")
+    for again in range(2):  # run_job saves the config that it has read, also on a node without .hydra
+        assert not any("s3cret" in path.read_text() for path in (tmp_path / "run").rglob("*.yaml"))
+        assert load_config(tmp_path / "run") == config
+        if again == 0:
+            shutil.rmtree(tmp_path / "run" / ".hydra")
+            save_config(load_config(tmp_path / "run"), tmp_path / "run")
+    monkeypatch.setenv("HARMLESS_NAME", "of another machine")
+    there = load_config(tmp_path / "run")
+    assert (there.data.root, there.optim.kwargs["password"]) == ("/x/of another machine", "of another machine")
+    there.data.root = "/elsewhere"  # a changed value is not the value of the reference
+    save_config(there, tmp_path / "run")
+    assert load_config(tmp_path / "run").data.root == "/elsewhere"
+    monkeypatch.delenv("SHORT_TOKEN")
+    with pytest.raises(ValueError, match=r"model\.kwargs\.token: .*SHORT_TOKEN"):
+        load_config(tmp_path / "run")
+
+
+def test_evaluation_resolves_secret_references_in_a_run_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HARMLESS_NAME", "s3cret")
+    save_by_command(tmp_path / "run", "model=tiny", "+data.kwargs.token=${oc.env:HARMLESS_NAME}")
+    assert evaluation_config(tmp_path / "run", [], None).data.kwargs == {"token": "s3cret"}
+
+
+def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
+    tree = {
+        "token": "abc",
+        "max_tokens": 3,
+        "a": [{"db_password": 12345}, {"api_key": [SECRET, "x", None, "/etc/passwd"]}],
+    }
+    hidden = {"token": "***", "max_tokens": 3}
+    hidden["a"] = [{"db_password": "***"}, {"api_key": [REFERENCE, "***", None, "/etc/passwd"]}]  # type: ignore[assignment]
+    assert hide_in(tree) == hidden
+
+
+def test_study_name_does_not_contain_a_secret(tmp_path: Path) -> None:
+    config = Config(search=SearchConfig(study_name=f"my {SECRET}", direction="maximize"))
+    assert open_study(tmp_path, config, is_new=True).study_name == f"my {REFERENCE}"
+    assert files_with_secret(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "named"),
     [
-        "model: {kwargs: {token: s3cretvalue}}",
-        "search: {storage: 'mysql://me:s3cretvalue@host/db'}",
-        "search: {params: {model.kwargs.token: 's3cretvalue,s3cret2'}}",
-        "hydra: {sweeper: {params: {model.kwargs.token: 's3cretvalue,s3cret2'}}}",
-        "hydra: {job: {env_set: {API_TOKEN: s3cretvalue}}}",
+        ("model: {kwargs: {token: s3cretvalue}}", "model.kwargs.token: "),
+        ("search: {storage: 'mysql://me:s3cretvalue@host/db'}", "search.storage: "),
+        ("search: {params: {model.kwargs.token: 's3cretvalue,s3cret2'}}", "model.kwargs.token: "),
+        (
+            "hydra: {sweeper: {params: {+model.kwargs.token: 's3cretvalue,s3cret2'}}}",
+            "model.kwargs.token: ",
+        ),
+        ("hydra: {job: {env_set: {API_TOKEN: s3cretvalue}}}", "hydra.job.env_set.API_TOKEN=***"),
     ],
 )
-def test_a_literal_secret_in_a_file_is_refused(refuse: Refuse, tmp_path: Path, text: str) -> None:
+def test_literal_secret_is_refused_in_a_config_file(refuse: Refuse, tmp_path: Path, text: str, named: str) -> None:
     folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
     line = refuse(*(["-m"] if "sweeper" in text else []), "--config-dir", str(folder), "experiment=wrong")
-    assert re.search(r"looks like a secret|URL with a password", line) and "s3cret" not in line
+    assert named in line and "s3cret" not in line
 
 
-def test_a_secret_typed_into_a_finished_runs_config_is_refused(refuse: Refuse, tmp_path: Path) -> None:
-    freeze(Config(), tmp_path / "run")
+def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_path: Path) -> None:
+    save_config(Config(), tmp_path / "run")
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("  kwargs: {}", "  kwargs: {token: s3cretvalue}", 1))
     line = refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
     assert "model.kwargs.token" in line and "s3cret" not in line
     with pytest.raises(ValueError, match=r"model\.kwargs\.token"):
-        read_frozen(tmp_path / "run")
+        load_config(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MYSQL_PWD", "DB_PASS", "MY_TOKEN_2"]
 )
-def test_names_of_secrets(name: str) -> None:
+def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) -> None:
     assert is_secret_variable(name, "12345678")
-    assert not is_secret_variable(name, "1234567"), "too short to be told from ordinary words"
-    assert not is_secret_variable(name, str(ROOT)), "a path says where, not what"
+    assert not is_secret_variable(name, "1234567"), "short values occur in ordinary words"
+    assert not is_secret_variable(name, str(ROOT)), "the value of a variable that holds a path is not a secret"
 
 
-def test_names_that_are_none() -> None:
+def test_variables_and_keys_with_similar_names_are_not_secret() -> None:
     for name in ("PWD", "OLDPWD", "PATH", "TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "KEYBOARD", "COMPASS"):
         assert not is_secret_variable(name, "12345678"), name
     assert is_secret_variable("DATABASE_URL", "postgresql://me:pw@host/db")
@@ -126,7 +199,7 @@ def test_names_that_are_none() -> None:
         assert not is_secret_key(key), key
 
 
-def test_a_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from urllib.parse import quote_plus
 
     monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nabc\n")
@@ -141,50 +214,58 @@ def test_a_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytes
     except RuntimeError:
         record = logging.getLogger().makeRecord("n", 40, "f", 1, "as %s", (SECRET,), sys.exc_info())
     (tmp_path / "rank_0.log").write_text(HidingFormatter("%(message)s").format(record))
-    assert holding(tmp_path) == []
+    assert files_with_secret(tmp_path) == []
     assert "RuntimeError: 401 for ${oc.env:HF_TOKEN}" in (tmp_path / "rank_0.log").read_text()
 
 
-def test_a_frozen_config_holds_a_reference_that_resolves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_config_has_a_secret_reference_that_can_be_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)  # and breaks into lines
     words = ("model=tiny", f"tags=['{REFERENCE}','a{REFERENCE}b']", f"+model.kwargs.hf_token={REFERENCE}")
     config = resolve(compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config)
     assert config.tags == [SECRET, f"a{SECRET}b"]
-    freeze(config, tmp_path)
-    assert holding(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
-    assert read_frozen(tmp_path) == config
+    save_config(config, tmp_path)
+    assert files_with_secret(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
+    assert load_config(tmp_path) == config
     again = compose_command(parse("--config-path", str(tmp_path), "--config-name", "config"))
     assert resolve(again.config) == config
 
 
-def test_a_sweep_and_a_search_freeze_references(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweep_and_search_save_secrets_as_references(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2"))
     freeze_jobs(tmp_path, points, command.config.sweep, 0)
     words = ("-m", "search=optuna", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2")
     command, points = expand(parse(*words))
     freeze_search(tmp_path, points[0].tree, read_space(command))
-    assert len(list(tmp_path.rglob("config.yaml"))) == 4, "of two jobs, each with .hydra/config.yaml"
-    assert holding(tmp_path) == []
+    assert len(list(tmp_path.rglob("config.yaml"))) == 4, "expected config.yaml and .hydra/config.yaml of two jobs"
+    assert files_with_secret(tmp_path) == []
 
 
 @pytest.mark.processes
-def test_cfg_with_resolve_shows_references() -> None:
+def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
     command = [sys.executable, ROOT / "train.py", "--cfg", "job", "--resolve", f"tags=['{REFERENCE}']"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
 
 
 @pytest.mark.processes
-def test_no_file_of_a_run_holds_a_secret_and_no_console(train: Train) -> None:
-    """Everywhere a config goes: its tree on the console, frozen files, TensorBoard, records and tracebacks of a failure."""
-    variables = {"HF_TOKEN": SECRET}
-    words = ("parallel=single", "print_config=true", "train.epochs=1", f"tags=['{REFERENCE}']")
+def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
+    """The config on the console, saved files, TensorBoard, records and tracebacks of a failure."""
+    variables = {"HF_TOKEN": SECRET, "HARMLESS_NAME": "plain"}
+    words = (
+        "parallel=single",
+        "print_config=true",
+        "train.epochs=1",
+        f"tags=['{REFERENCE}','${{oc.env:HARMLESS_NAME}}']",
+    )
     done = train(*words, environment=variables)
     assert done.returncode == 0, done.output
     assert REFERENCE in done.stdout and SECRET[:10] not in done.output
-    assert holding(done.folder) == []
-    assert any(REFERENCE.encode() in path.read_bytes() for path in (done.folder / "tensorboard").iterdir())
+    assert files_with_secret(done.folder) == []
+    events = b"".join(path.read_bytes() for path in (done.folder / "tensorboard").iterdir())
+    assert REFERENCE.encode() in events and b"${oc.env:HARMLESS_NAME}" in events
     failed = train(*words, f"+model.kwargs.token={REFERENCE}", environment=variables, folder=train.base / "failed")
     assert failed.returncode == 2, failed.output
     assert "'token'" in failed.output and SECRET[:10] not in failed.output
-    assert holding(failed.folder) == []
+    assert files_with_secret(failed.folder) == []

@@ -1,4 +1,4 @@
-"""What neighbours on a machine and in a network can reach: docs/security.md, whose every row names its tests."""
+"""Protection of a run against other users and the network. Each row of docs/security.md names its tests."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pytest
 from conftest import Train
 
 from src.engine.config.compose import ROOT
+from src.engine.faults.failure import RankExits
 from src.engine.launch import torchrun
 from src.engine.launch.rank import keep_compiled_code_private
-from src.engine.launch.supervisor import Ended
 from src.engine.machine.files import write_text
+from src.engine.runtime import checkpoint
 from src.schema import ResolvedParallel
-from src.training import checkpoint
 
 CONTENTS: dict[str, Any] = {
     "model": {},
-    "progress": {"step": 1, "epoch": 0, "best_acc": 0.0},
+    "progress": {"step": 1, "epoch": 0, "best_values": {}},
     "classes": [],
     "made_by": {},
 }
 
 
-def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+def test_write_does_not_follow_a_symlink_at_the_temporary_name(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".result.json.{os.getpid()}.tmp").symlink_to(victim)
@@ -43,7 +43,7 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").is_symlink() and not (folder / "step_1.pt").is_symlink()
 
 
-def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         write_text(tmp_path / "run" / "a.json", "{}")
@@ -54,7 +54,7 @@ def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_compiled_code_is_not_taken_from_a_shared_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_not_read_from_a_shared_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (None, "/tmp/torchinductor_me"):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
@@ -67,7 +67,7 @@ def test_compiled_code_is_not_taken_from_a_shared_folder(monkeypatch: pytest.Mon
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """Addresses at which the process or what it started listens."""
+    """Return the addresses on which the process or its descendants listen."""
     return {
         connection.laddr.ip
         for one in [process, *process.children(recursive=True)]
@@ -78,7 +78,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:
+def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
     running = train.start("parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1")
     running.wait_for_steps()
     assert listening(psutil.Process(running.process.pid)) == {"127.0.0.1"}
@@ -87,7 +87,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(train: Train) -> None:
     assert running.signal(2).returncode == 130
 
 
-# A command beside train.py as each of two ranks: rank 0 notes where all of them listen, and rank 1 refuses.
+# A script that runs as two ranks: rank 0 records where they listen, and rank 1 exits with code 2.
 STARTED = """
 import os, sys
 from pathlib import Path
@@ -115,8 +115,8 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 
 
 @pytest.mark.processes
-def test_ranks_of_other_commands_listen_on_loopback_alone_and_tell_how_they_ended(train: Train, tmp_path: Path) -> None:
-    """evaluate.py and scripts/predict.py. What lies in the current folder is not imported meanwhile."""
+def test_ranks_of_other_scripts_listen_on_loopback_and_pass_on_exit_code(train: Train, tmp_path: Path) -> None:
+    """evaluate.py and scripts/predict.py start ranks this way. Files in the current folder are not imported."""
     (tmp_path / "started.py").write_text(STARTED)
     (tmp_path / "start.py").write_text(START)
     here = tmp_path / "here"
@@ -131,29 +131,32 @@ def test_ranks_of_other_commands_listen_on_loopback_alone_and_tell_how_they_ende
 
 
 @pytest.mark.parametrize(
-    ("codes", "told"),
+    ("codes", "code"),
     [({0: 143, 1: 2}, 2), ({0: -15, 1: -9}, 137), ({0: 1, 1: 143}, 1), ({0: 143, 1: -15}, 143), ({}, 0)],
 )
-def test_a_rank_that_was_ended_because_of_another_does_not_tell_how_they_ended(
-    monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], told: int
+def test_exit_code_comes_from_the_rank_that_failed_first(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], code: int
 ) -> None:
-    monkeypatch.setattr(torchrun, "run_agent", lambda *given: Ended(exit_codes=codes))
-    assert torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", []) == told
+    monkeypatch.setattr(torchrun, "run_agent", lambda *given: RankExits(exit_codes=codes))
+    assert torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", []) == code
 
 
-def test_tensorboard_as_we_say_to_start_it_listens_on_loopback(tmp_path: Path) -> None:
+def test_tensorboard_listens_on_loopback_with_the_documented_command(tmp_path: Path) -> None:
     from tensorboard import program
 
     board = program.TensorBoard()
     board.configure(argv=["tensorboard", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false"])
     board.launch()
     assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}
-    told = [path.read_text() for path in (ROOT / "README.md", ROOT / "src/run/proof.py", ROOT / "docs/security.md")]
-    assert any("tensorboard --logdir" in text for text in told)
-    assert not re.search(r"--bind_all|--host[ =]", "".join(told).replace("`--bind_all`", ""))
+    texts = [
+        path.read_text()
+        for path in (ROOT / "README.md", ROOT / "src/engine/runtime/replica_checks.py", ROOT / "docs/security.md")
+    ]
+    assert any("tensorboard --logdir" in text for text in texts)
+    assert not re.search(r"--bind_all|--host[ =]", "".join(texts).replace("`--bind_all`", ""))
 
 
-def test_every_row_of_the_threat_model_names_tests_that_exist() -> None:
+def test_threat_model_names_existing_tests() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     tests = {
         name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())

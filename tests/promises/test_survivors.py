@@ -1,4 +1,4 @@
-"""Whatever a launcher starts is gone after it: children, grandchildren that left its group, and those deaf to SIGTERM."""
+"""A launcher ends all its processes: children, grandchildren outside its group, and those that ignore SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from conftest import ROOT, resolved
 
 from src.engine.launch import supervisor
-from src.engine.machine.process import no_survivors
+from src.engine.machine.process import terminate_descendants
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-# A child that starts a deaf grandchild in a session of its own, says its pid, and ends: the grandchild is an orphan.
+# A child that starts a deaf grandchild in a new session, prints its pid, and exits: the grandchild becomes an orphan.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
@@ -29,7 +29,7 @@ print(child.pid, flush=True)
 
 def _launch(answers: Any) -> None:
     spared = subprocess.Popen(["sleep", "600"])
-    with no_survivors(seconds=0.3):
+    with terminate_descendants(seconds=0.3):
         orphan = int(subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True).stdout)
         child = subprocess.Popen(["sleep", "600"]).pid
         answers.put((orphan, child, spared.pid))
@@ -38,21 +38,28 @@ def _launch(answers: Any) -> None:
     spared.wait()
 
 
-# A launcher that starts a rank and is gone before that has asked the kernel to die with it.
+# A launcher that starts a rank and exits before the rank has asked the kernel to be killed with it.
 LAUNCHER = """
 import os, subprocess, sys
 environment = {**os.environ, "RUN_LAUNCHER": str(os.getpid())}
 print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environment).pid, flush=True)
 os._exit(0)
 """
-RANK = "import time; time.sleep(0.5); from src.engine.machine.process import die_with_parent; die_with_parent(); time.sleep(600)"
+RANK = """
+import time
+time.sleep(0.5)
+from src.engine.machine.process import kill_on_parent_exit
+kill_on_parent_exit()
+time.sleep(600)
+"""
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
-def test_a_rank_does_not_outlive_a_launcher_that_dies_while_it_starts() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr == "", "the rank must end by the signal, not by an exception"
     rank, until = psutil.Process(int(done.stdout)), time.monotonic() + 60
     try:
         while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
@@ -65,12 +72,12 @@ def test_a_rank_does_not_outlive_a_launcher_that_dies_while_it_starts() -> None:
             rank.kill()
 
 
-def test_ranks_are_told_who_has_started_them() -> None:
+def test_rank_environment_holds_the_launcher_pid() -> None:
     assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 
 @pytest.mark.processes
-def test_orphans_and_the_deaf_are_found_and_others_spared() -> None:
+def test_terminate_descendants_ends_orphans_but_not_unrelated_processes() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))

@@ -1,4 +1,4 @@
-"""What a sweep or search has gathered stays: however it is stopped, killed, refused or resumed, and wherever it goes on."""
+"""Results of a sweep or search survive a stop, a kill, a rejected submission and a resume on another machine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 from conftest import parse, tiny
 
-from src.engine.launch import slurm
+from src.engine.cluster import slurm
+from src.engine.jobs import local_job as child
+from src.engine.jobs import slurm_array as array
+from src.engine.jobs.scheduler import DeviceScheduler, Requirement
+from src.engine.jobs.slurm_array import update
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
+from src.engine.multirun import run_multirun
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, read_result, write_result
-from src.engine.sweep import array, child
-from src.engine.sweep.array import update
+from src.engine.search.search import Search
 from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.board import Board
-from src.engine.sweep.packing import Need, Packing
 from src.engine.sweep.points import expand
-from src.engine.sweep.search import Search
-from src.engine.sweep.sweep import Sweep, run_sweep
+from src.engine.sweep.sweep import Sweep
 from src.schema import SweepConfig
 
-# Stands for a job: counts its starts, writes that it is done with an objective of 0.5, and stays for a while.
+# A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for JOB_STAYS seconds.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -38,13 +40,13 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
     monkeypatch.setattr(Sweep, "_close", lambda sweep: sweep.jobs.exit_code())
 
 
 def main(*words: str) -> int:
-    return run_sweep(parse("-m", *words), lambda data: None)
+    return run_multirun(parse("-m", *words), lambda data: None, lambda data: None)
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:
@@ -52,7 +54,7 @@ def frozen(folder: Path, *overrides: str) -> Jobs:
 
 
 def starts(folder: Path) -> list[int]:
-    """How often each job of three was started."""
+    """Return how often each of three jobs was started."""
     return [len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"]
 
 
@@ -61,8 +63,8 @@ def statuses(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_job_that_was_done_before_a_kill_is_not_run_again(tmp_path: Path) -> None:
-    """Its checkpoint is at its last step: run again it would time nothing."""
+def test_done_job_does_not_run_again_when_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
+    """The checkpoint of a done job is at the last step, so a second run would have no measured steps."""
     jobs = frozen(tmp_path, "seed=1,2,3")
     for job in jobs.jobs[:2]:
         job.status, job.neighbours = "running", 1
@@ -74,12 +76,14 @@ def test_a_job_that_was_done_before_a_kill_is_not_run_again(tmp_path: Path) -> N
     first = read_jobs(tmp_path).jobs[0]
     assert (first.status, first.seconds) == ("done", 7.0)
     assert [read_result(tmp_path / job).neighbours for job in "01"] == [1, 0], (
-        "a neighbour of the first is not forgotten"
+        "result.json of the first job must keep its number of concurrent jobs"
     )
 
 
 @pytest.mark.processes
-def test_a_signal_after_the_result_makes_no_failure_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_counts_as_done_when_a_signal_arrives_after_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JOB_STAYS", "60")
     jobs = frozen(tmp_path, "seed=1,2,3")
 
@@ -93,7 +97,7 @@ def test_a_signal_after_the_result_makes_no_failure_of_it(tmp_path: Path, monkey
 
 
 @pytest.mark.processes
-def test_a_job_that_somebody_stopped_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_exits_with_an_error_when_a_job_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = JOB.replace('"done"', '"interrupted" if folder.name == "1" else "done"')
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", stopped, str(folder)])
     jobs = frozen(tmp_path, "seed=1,2,3")
@@ -102,14 +106,16 @@ def test_a_job_that_somebody_stopped_is_no_success(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.processes
-def test_a_sweep_of_gpus_goes_on_without_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its jobs fail, as they cannot but do, and are run again where the devices are; none is passed over in silence."""
+def test_gpu_jobs_fail_instead_of_being_skipped_when_gpus_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),))
     jobs = frozen(tmp_path, "seed=1,2,3", "parallel.accelerator=cuda")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     Sweep(jobs).run()
     assert starts(tmp_path) == [1, 1, 1]
-    assert Packing({"cuda": []}).start_next([(0, Need("cuda", 2))]) == (0, [])
+    assert DeviceScheduler({"cuda": []}).start_next([(0, Requirement("cuda", 2))]) == (0, [])
 
 
 def search(folder: Path, *words: str) -> int:
@@ -118,18 +124,16 @@ def search(folder: Path, *words: str) -> int:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.engine.sweep.search_page.write_search_page", lambda jobs, study, config: jobs.folder)
+    monkeypatch.setattr("src.engine.search.page.write_search_page", lambda jobs, study, config: jobs.folder)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_search_keeps_its_folder_whatever_goes_wrong_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_keeps_its_folder_when_writing_its_page_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(jobs: Jobs, study: object, config: object) -> None:
         raise ValueError("a plot of no values")
 
-    monkeypatch.setattr("src.engine.sweep.search_page.write_search_page", fail)
+    monkeypatch.setattr("src.engine.search.page.write_search_page", fail)
     with pytest.raises(ValueError, match="a plot of no values"):
         search(tmp_path / "search")
     assert statuses(tmp_path / "search") == ["done"] * 3
@@ -137,7 +141,7 @@ def test_a_search_keeps_its_folder_whatever_goes_wrong_at_its_end(
 
 
 @pytest.mark.processes
-def test_a_trial_that_was_done_before_a_kill_is_told_and_not_run_again(
+def test_done_trial_is_recorded_without_a_rerun_when_a_search_was_killed(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell = Search._tell
@@ -160,7 +164,7 @@ def test_a_trial_that_was_done_before_a_kill_is_told_and_not_run_again(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_search_that_goes_on_with_fewer_trials_ends_with_them(tmp_path: Path, page: None) -> None:
+def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
     folder = tmp_path / "search"
     search(folder)
     jobs = read_jobs(folder)
@@ -171,7 +175,7 @@ def test_a_search_that_goes_on_with_fewer_trials_ends_with_them(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_search_does_not_go_on_where_no_trial_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_search_is_refused_when_no_trial_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),))
     monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
     folder = tmp_path / "search"
@@ -197,12 +201,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_may_refuse_a_sweep_that_goes_on_and_nothing_of_it_is_lost(
+def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
     assert on_slurm(folder) == 0
-    for job in "012":  # their time was up
+    for job in "012":  # the time limit was reached
         write_result(folder / job, Result("interrupted"))
         (folder / job / "checkpoints").mkdir()
         (folder / job / "checkpoints" / "last.pt").touch()
@@ -216,7 +220,7 @@ def test_slurm_may_refuse_a_sweep_that_goes_on_and_nothing_of_it_is_lost(
     assert not new.exists()
 
 
-def test_a_task_that_ends_without_a_result_is_a_row(tmp_path: Path, cluster: None) -> None:
+def test_array_task_without_result_is_listed_as_failed(tmp_path: Path, cluster: None) -> None:
     folder = tmp_path / "sweep"
     on_slurm(folder)
     assert '"$SLURM_ARRAY_TASK_ID" "$code"' in (folder / "job.sbatch").read_text()
@@ -227,13 +231,15 @@ def test_a_task_that_ends_without_a_result_is_a_row(tmp_path: Path, cluster: Non
     assert "exit code 2" in read_jobs(folder).jobs[0].reason
     write_result(folder / "0", Result("done"))
     update(folder, 0, 0)
-    assert statuses(folder) == ["done", "waiting", "waiting"], "it was submitted twice, and the other task went on"
+    assert statuses(folder) == ["done", "waiting", "waiting"], (
+        "a job that was submitted twice is done when its second task has finished"
+    )
 
 
-def test_an_array_in_the_queue_is_not_submitted_again(
+def test_queued_array_is_not_submitted_again_when_a_sweep_is_resumed(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the command was killed before it had written down the array's number."""
+    """This also holds if the command was killed before it saved the ID of the array."""
     folder = tmp_path / "sweep"
     on_slurm(folder)
     for job in "012":
@@ -243,7 +249,7 @@ def test_an_array_in_the_queue_is_not_submitted_again(
         main(f"sweep.resume={folder}")
 
 
-def test_waiting_for_an_array_waits_for_each_task(
+def test_cluster_wait_waits_for_every_array_task(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
@@ -263,26 +269,40 @@ def test_waiting_for_an_array_waits_for_each_task(
 
     monkeypatch.setattr(slurm, "_output", scontrol)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert on_slurm(folder, "cluster.wait=true") == 1, "the task that failed, which Slurm has forgotten"
+    assert on_slurm(folder, "cluster.wait=true") == 1, "a task that Slurm no longer lists must count as failed"
     assert not answers
 
 
-def test_no_name_of_a_job_breaks_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_sweep_shows_a_line_per_job_and_a_progress_bar_in_terminals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    """Names are printed unchanged, although rich reads brackets as markup."""
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
-    jobs = Jobs(tmp_path, "", [Job(0, "data.kwargs.paths=[/a,/b],tags=[bold]", "0", [])])
-    board = Board(jobs, Packing({"cpu": ["0"]}))
-    with board._console.capture() as shown:
-        board._console.print(board._table())
-    assert "[/a,/b],tags=[bold]" in shown.get()
+    names = ("data.kwargs.paths=[/a,/b],tags=[bold]", "seed=2", "seed=3")
+    jobs = Jobs(tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)])
+    board = Board(jobs)
+    with board.shown():
+        for job in jobs.jobs[:2]:
+            job.status, job.seconds = "done", 2.0
+            board.ended(job)
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if " in 2.0 s: " in line]
+    assert len(lines) == 2
+    assert "[/a,/b],tags=[bold]" in lines[0]
+    assert ("2/3" in shown) == is_terminal
 
 
-def test_the_reader_of_a_sweep_may_leave_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`| tee log`: a Ctrl-C ends tee at once, and the sweep has still to record its jobs."""
+def test_sweep_display_continues_when_the_reader_of_stdout_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `| tee log`, Ctrl-C ends tee immediately, but the sweep must still record its jobs."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        board = Board(Jobs(tmp_path, "", []), Packing({"cpu": ["0"]}))
-        board.say("nobody reads this")
-        print("nor this")
+        board = Board(Jobs(tmp_path, "", []))
+        board.say("a line without a reader")
+        print("another line")

@@ -1,8 +1,9 @@
-"""Two nodes that share nothing but a link: network namespaces of this machine, with names, hosts files and disks of their own."""
+"""Two nodes that share only a link: network namespaces of this machine with separate names, hosts files and disks."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import pytest
 import yaml
 from cluster_page import KUBERNETES, TORCHRUN
 from conftest import ROOT, Train, read_lines, run_warm, tiny
+from PIL import Image
+from test_faults import FAULTS, fault_environment, fault_time
 
 from src.engine.record.result import read_result
 
 NAMES = ("nodea", "nodeb")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # the first stands in the command of docs/cluster.md
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # docs/cluster.md uses the first in its command
 PROMPT = 15.0  # seconds from a fault to the end of everything
 LONG = ("train.epochs=60", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
 
@@ -32,10 +35,10 @@ LONG = ("train.epochs=60", "train.evaluate_every=0", "train.log_every=5", "check
 def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    name = f"probe-{os.getpid()}"  # test processes that start together ask at the same time
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    name = f"probe-{os.getpid()}"  # concurrent test processes probe at the same time
+    created = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return made
+    return created
 
 
 pytestmark = [
@@ -45,13 +48,13 @@ pytestmark = [
 ]
 
 
-def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=300).stdout
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 @dataclass
 class Nodes:
-    """Two namespaces with a link between them. Commands run with `disk`, a folder that is another one on each node."""
+    """Two namespaces with a link between them. Commands see `disk`, a different folder on each node."""
 
     base: Path
     train: Train
@@ -90,7 +93,7 @@ class Nodes:
         return [int(pid) for pid in ip("netns", "pids", name).split()]
 
     def gone_after(self, since: float) -> float:
-        """Seconds from `since` until nothing runs on either node."""
+        """Wait until no process runs on either node, and return the seconds since `since`."""
         while any(self.pids(name) for name in self.names):
             assert time.monotonic() - since < 60, [self.output(index) for index in range(2)]
             time.sleep(0.1)
@@ -103,7 +106,7 @@ class Nodes:
         environment: dict[str, str] | None = None,
         mounts: dict[str, Path] | None = None,
     ) -> subprocess.Popen[str]:
-        """A command on one node; `mounts`: what it sees below /mnt, by default its disk."""
+        """Start a command on one node. `mounts`: folders mounted below /mnt for the command, by default the node's disk."""
         name = self.names[index]
         etc = Path("/etc/netns") / name  # ip mounts what lies here over /etc
         etc.mkdir(parents=True, exist_ok=True)
@@ -124,17 +127,36 @@ class Nodes:
                 start_new_session=True,
             )
 
-    def torchrun(self, *words: str) -> list[subprocess.Popen[str]]:
-        """The command that a person gives on each node."""
+    def torchrun(
+        self,
+        *overrides: str,
+        second: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+        mounts: dict[str, Path] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> list[subprocess.Popen[str]]:
+        """Run the documented command on each node. The second node also gets the overrides `second`, torchrun `options`
+        and the additional `mounts`."""
         shown = [TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:] for index in range(2)]
+        shown[1] = [*options, *shown[1][len(options) :]] if options else shown[1]
         torchrun = str(Path(sys.executable).parent / "torchrun")
-        small = tiny(f"paths.output_dir={self.disk}", *words)
-        return [self.start(index, [torchrun, *shown[index], *small]) for index in range(2)]
+        small = tiny(f"paths.output_dir={self.disk}", *overrides)
+        places = {self.disk: self.base / self.names[1], **(mounts or {})}
+        return [
+            self.start(0, [torchrun, *shown[0], *small], environment),
+            self.start(1, [torchrun, *shown[1], *small, *second], environment, places),
+        ]
+
+    def ended(self, started: list[subprocess.Popen[str]]) -> list[int]:
+        """Wait until no process is left on either node and return the exit codes of both commands."""
+        codes = [process.wait(timeout=300) for process in started]
+        self.gone_after(time.monotonic())
+        return codes
 
     def run_folder(self, index: int = 0) -> Path:
-        found = sorted((self.base / self.names[index] / "train").glob("*/*"))
-        assert len(found) == 1, f"one run folder: {found}, {self.output(0)}"
-        return found[0]
+        folders = sorted((self.base / self.names[index] / "train").glob("*/*"))
+        assert len(folders) == 1, f"expected one run folder: {folders}, {self.output(0)}"
+        return folders[0]
 
     def output(self, index: int) -> str:
         return (self.base / f"{self.names[index]}.out").read_text()
@@ -142,8 +164,8 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, train: Train) -> Iterator[Nodes]:
-    with Nodes(tmp_path, train) as made:
-        yield made
+    with Nodes(tmp_path, train) as pair:
+        yield pair
 
 
 def wait_for(what: Callable[[], Any], nodes: Nodes, seconds: float = 90) -> None:
@@ -154,8 +176,8 @@ def wait_for(what: Callable[[], Any], nodes: Nodes, seconds: float = 90) -> None
 
 
 def lines_in(nodes: Nodes) -> int:
-    found = list((nodes.base / nodes.names[0]).glob("**/metrics.jsonl"))
-    return len(found[0].read_text().splitlines()) if found else 0
+    files = list((nodes.base / nodes.names[0]).glob("**/metrics.jsonl"))
+    return len(files[0].read_text().splitlines()) if files else 0
 
 
 def numbers(folder: Path) -> tuple[Any, ...]:
@@ -165,20 +187,105 @@ def numbers(folder: Path) -> tuple[Any, ...]:
     return read_result(folder).parameters_hash, lines
 
 
-def alone(folder: Path, *words: str) -> tuple[Any, ...]:
-    """The numbers of one machine."""
-    return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *words))
+def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
+    """Return the logged metrics of the same run on one machine."""
+    return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
-def test_two_nodes_with_disks_of_their_own_have_the_numbers_of_one(nodes: Nodes, tmp_path: Path) -> None:
+def test_run_on_two_nodes_without_shared_disk_matches_one_machine(nodes: Nodes, tmp_path: Path) -> None:
     started = nodes.torchrun()
     assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
     result = read_result(nodes.run_folder())
     assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
     assert numbers(nodes.run_folder()) == alone(tmp_path / "alone")
     there = nodes.run_folder(1)
-    assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, "records and checkpoints are rank 0's"
+    assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, (
+        "only the node of rank 0 may have records and checkpoints"
+    )
     assert (there / "logs" / "rank_1.log").exists()
+
+
+def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *parts: str) -> None:
+    """Check that each node prints the difference in one line with both host names before the first step."""
+    assert nodes.ended(started) == [1, 1], "expected the exit code of torchrun"
+    for index in range(2):
+        lines = [line for line in nodes.output(index).splitlines() if all(part in line for part in parts)]
+        assert len(lines) == 1, nodes.output(index)
+        assert all(name in lines[0] for name in nodes.names), lines
+    assert lines_in(nodes) == 0
+
+
+def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: Path) -> None:
+    other = shutil.copytree(ROOT / "src" / "train", tmp_path / "other")
+    with open(other / "loop.py", "a") as file:
+        file.write("# another version\n")
+    started = nodes.torchrun(mounts={str(ROOT / "src" / "train"): other})
+    is_refused_on_both(nodes, started, "src/train/loop.py=")
+    assert not list((nodes.base / nodes.names[0]).rglob("config.yaml"))
+
+
+def test_nodes_refuse_to_train_when_their_arguments_differ(nodes: Nodes) -> None:
+    is_refused_on_both(nodes, nodes.torchrun(second=("nonsense.key=3",)), "nonsense.key=3")
+
+
+def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
+    """Create `count` small images per class and split below `root`."""
+    for split, name, index in itertools.product(("train", "val"), names, range(count)):
+        path = root / split / name / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (index, 0, 0)).save(path)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "count", "parts"),
+    [
+        (("z0", "c1"), 16, ("class 0=c0 on rank 0", "class 0=c1 on rank 1")),
+        (("c0", "c1"), 15, ("train images=32", "train images=30")),
+    ],
+    ids=["classes", "images"],
+)
+def test_nodes_refuse_to_train_when_their_data_differs(
+    nodes: Nodes, names: tuple[str, ...], count: int, parts: tuple[str, ...]
+) -> None:
+    images_of(nodes.base / nodes.names[0] / "data", ("c0", "c1"), 16)
+    images_of(nodes.base / nodes.names[1] / "data", names, count)
+    overrides = (
+        "data=folder",
+        f"data.root={nodes.disk}/data",
+        "data.image_size=32",
+        "data.limit_train=null",
+        "data.workers=0",
+    )
+    is_refused_on_both(nodes, nodes.torchrun(*overrides, "data.batch_size=8"), *parts)
+    assert read_result(nodes.run_folder()).status == "failed"
+
+
+def test_stall_on_the_second_node_is_recorded_on_the_first(nodes: Nodes, tmp_path: Path) -> None:
+    fault = replace(FAULTS["stalls"], step=9)
+    environment = {**fault_environment(fault, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
+    started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
+    codes = nodes.ended(started)
+    seconds = time.time() - fault_time(tmp_path / "mark")
+    print(f"everything gone {seconds:.1f} s after the stall")
+    assert 0 not in codes and seconds < 5 + PROMPT
+    result = read_result(nodes.run_folder())
+    assert result.status == "failed" and result.failure is not None and result.failure["rank"] == 1
+    for part in ("node 1", nodes.names[1], "rank 1"):
+        assert part in result.reason
+    assert [line for line in nodes.output(0).splitlines() if line.startswith("Failed: ")] == [
+        f"Failed: {result.reason}"
+    ]
+    assert result.reason in nodes.output(1)
+    assert not (nodes.run_folder() / ".lock").exists()
+
+
+def test_agents_are_refused_and_error_names_hosts_when_nnodes_differs(nodes: Nodes) -> None:
+    started = nodes.torchrun(options=("--nnodes", "3"))
+    wait_for(lambda: "--nnodes=3 on" in nodes.output(0), nodes)
+    since = time.monotonic()
+    is_refused_on_both(nodes, started, "--nnodes=2", "--nnodes=3")
+    assert time.monotonic() - since < PROMPT, "no agent may wait in its exit barrier"
 
 
 SCONTROL = f"""#!/bin/sh
@@ -189,8 +296,8 @@ esac
 """
 
 
-def test_tasks_of_srun_meet_over_the_link(nodes: Nodes, tmp_path: Path) -> None:
-    """They have no MASTER_ADDR: where the first node is, Slurm tells. gloo on loopback would reach nobody."""
+def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
+    """Without MASTER_ADDR, tasks ask Slurm for the first node. gloo on loopback could not reach the other node."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(SCONTROL)
@@ -207,7 +314,7 @@ def test_tasks_of_srun_meet_over_the_link(nodes: Nodes, tmp_path: Path) -> None:
 
 
 def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
-    """The second node is lost while both train. Seconds until the run has ended wherever it could."""
+    """Lose the second node during training and return the seconds until the run ended on every reachable node."""
     lost = nodes.pids(nodes.names[1])
     since = time.monotonic()
     if fault == "cut off":
@@ -231,14 +338,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
-def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
+def test_error_names_a_lost_node_and_the_same_command_resumes_the_run(
     nodes: Nodes, undisturbed: tuple[Any, ...]
 ) -> None:
-    """One run that loses its second node three times, in three ways."""
-    words = (*LONG, "resume=auto")
+    """One run loses its second node three times, in three ways."""
+    overrides = (*LONG, "resume=auto_or_new")
     for fault in ("cut off", "dead", "stopped"):
         before = lines_in(nodes)
-        started = nodes.torchrun(*words)
+        started = nodes.torchrun(*overrides)
         wait_for(lambda before=before: lines_in(nodes) > before + 3, nodes)
         seconds = lose(nodes, started, fault)
         print(f"{fault}: everything gone after {seconds:.1f} s")
@@ -250,13 +357,13 @@ def test_a_lost_node_ends_the_run_by_its_name_and_the_same_command_goes_on(
             assert "node 0" in (nodes.run_folder(1) / "logs" / "failure_rank_0.json").read_text()
             assert f"its logs are in {nodes.names[1]}:" in nodes.output(1)
             nodes.cut(is_up=True)
-    again = nodes.torchrun(*words)
+    again = nodes.torchrun(*overrides)
     assert [process.wait(timeout=300) for process in again] == [0, 0], nodes.output(0) + nodes.output(1)
     assert numbers(nodes.run_folder()) == undisturbed
 
 
 class Job:
-    """Plays a Job of Kubernetes: a pod per index, which is replaced when it fails."""
+    """Simulates a Kubernetes Job: one pod per index, which is replaced when it fails."""
 
     def __init__(self, nodes: Nodes, manifest: Path) -> None:
         self.nodes = nodes
@@ -274,7 +381,7 @@ class Job:
         self.replaced = 0
 
     def start(self, index: int) -> None:
-        given = {entry["name"]: entry["value"] for entry in self.container["env"]}
+        environment = {entry["name"]: entry["value"] for entry in self.container["env"]}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{self.name}-{index}", "PATH": path}
         mounts = {"outputs": self.claim, "config": self.config}
@@ -283,10 +390,10 @@ class Job:
             for entry in self.container["volumeMounts"]
             if entry["name"] in mounts
         }
-        self.pods[index] = self.nodes.start(index, self.container["command"], {**given, **own}, places)
+        self.pods[index] = self.nodes.start(index, self.container["command"], {**environment, **own}, places)
 
     def run(self) -> None:
-        """Until all pods have succeeded."""
+        """Replace failed pods until all have succeeded."""
         until = time.monotonic() + 300
         while any(pod.poll() != 0 for pod in self.pods.values()):
             assert time.monotonic() < until, self.nodes.output(0) + self.nodes.output(1)
@@ -298,11 +405,11 @@ class Job:
             time.sleep(1)
 
 
-def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(
+def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
 ) -> None:
-    words = KUBERNETES.split()[2:]  # after `python train.py`
-    written = train(*words, *LONG, folder=train.base / "submitted")
+    overrides = KUBERNETES.split()[2:]  # after `python train.py`
+    written = train(*overrides, *LONG, folder=train.base / "submitted")
     assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
     job = Job(nodes, written.folder / "job.yaml")
     for index in range(2):
@@ -317,7 +424,7 @@ def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(
     for pid in nodes.pids(nodes.names[1]):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: job.pods[1].poll() is not None, nodes)
-    job.start(1)  # at once, while the first pod still runs with the one that is gone
+    job.start(1)  # at once, while the first pod still runs with the lost pod
     assert job.pods[0].wait(timeout=PROMPT) not in (0, 2), nodes.output(0)
     before = steps()
     job.start(0)
@@ -329,4 +436,4 @@ def test_a_job_of_kubernetes_goes_on_when_a_pod_is_killed_or_drained(
     print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
     job.run()
     assert numbers(folder) == undisturbed
-    assert nodes.output(0).count("going on from") == 2
+    assert nodes.output(0).count("resumed from") == 2

@@ -1,4 +1,4 @@
-"""The watchdog names the rank that stopped first, not one that waits for it, and lets people think at a debugger."""
+"""The watchdog names the rank that stopped first instead of ranks that wait for it, and ignores debugged processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import in_ranks
+from conftest import in_ranks, resolved, warm_processes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from src.engine.launch import heartbeat, watchdog
-from src.engine.launch.failure import failure_files, first_failure, write_failure
-from src.engine.launch.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
-from src.engine.launch.supervisor import Ended
-from src.engine.launch.watchdog import judge
-from src.engine.machine.pulse import BACKWARD, FORWARD, pulse
+from src.engine.faults import heartbeat, watchdog
+from src.engine.faults.failure import RankExits, failure_files, first_failure, write_failure
+from src.engine.faults.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
+from src.engine.faults.liveness import BACKWARD, FORWARD, liveness
+from src.engine.faults.watchdog import judge
 from src.engine.machine.ranks import Ranks, machine_id
 
 if TYPE_CHECKING:
@@ -35,21 +34,21 @@ def heartbeats(places: list[tuple[int, int]], ticks: list[int]) -> list[Heartbea
 
 
 @given(st.lists(PLACES, min_size=1, max_size=8))
-def test_among_ranks_that_answer_the_one_furthest_behind_has_failed(places: list[tuple[int, int]]) -> None:
+def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(places: list[tuple[int, int]]) -> None:
     failed, recorder, reason = judge(heartbeats(places, [1] * len(places)), heartbeats(places, [3] * len(places)), 120)
-    assert failed.place == min(places)
+    assert failed.position == min(places)
     assert recorder == failed.rank
     assert f"rank {failed.rank} made no progress for 120 s" in reason
     assert ("the others waited for it" in reason) == (len(places) > 1 and places.count(min(places)) == 1)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
+@settings(suppress_health_check=[HealthCheck.too_slow])  # for a busy machine
 @given(
     st.lists(st.tuples(PLACES, st.booleans()), min_size=2, max_size=8).filter(
         lambda ranks: {True, False} == {r[1] for r in ranks}
     )
 )
-def test_a_rank_that_does_not_answer_has_failed_wherever_it_is(ranks: list[tuple[tuple[int, int], bool]]) -> None:
+def test_watchdog_blames_an_unresponsive_rank_wherever_it_stopped(ranks: list[tuple[tuple[int, int], bool]]) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
     failed, recorder, _ = judge(
         heartbeats(places, [4] * len(ranks)), heartbeats(places, [4 + answer for answer in answers]), 120
@@ -58,29 +57,36 @@ def test_a_rank_that_does_not_answer_has_failed_wherever_it_is(ranks: list[tuple
     assert answers[recorder]
 
 
-def test_the_one_in_the_forward_pass_is_behind_those_in_the_backward_pass() -> None:
+def test_watchdog_orders_the_forward_before_the_backward_pass() -> None:
     now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
     failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
     assert failed.rank == 1
     assert "the forward pass of step 7" in reason
 
 
-def test_a_debugger_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread stands in a frame of pdb.py while another thread looks."""
+def test_watchdog_reason_names_the_node_when_there_are_several() -> None:
+    now = [Heartbeat(rank, f"host{rank}", 1, 7, FORWARD + (rank == 0), 2, node=rank) for rank in range(2)]
+    failed, _, reason = judge([dataclasses.replace(heartbeat, ticks=1) for heartbeat in now], now, 120)
+    assert failed.rank == 1
+    assert reason.startswith("node 1 (host1): rank 1 made no progress")
+
+
+def test_watchdog_detects_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread is in a frame of pdb.py while another thread checks."""
     seen: list[bool] = []
-    look = threading.Thread(target=lambda: seen.append(watchdog._at_a_debugger()))
+    look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
     code = compile("def stand(look):\n    look.start()\n    look.join()\n", "/somewhere/pdb.py", "exec")
     scope: dict[str, object] = {}
     exec(code, scope)
     scope["stand"](look)  # type: ignore[operator]
-    look = threading.Thread(target=lambda: seen.append(watchdog._at_a_debugger()))
+    look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
     look.start()
     look.join()
     assert seen == [True, False]
 
 
-def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-Z or `scontrol suspend`: the clock jumps between two ticks, which says nothing about the main thread."""
+def test_watchdog_ignores_time_while_the_process_was_suspended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After Ctrl-Z or `scontrol suspend`, the clock jumps between two ticks. This is not a stall of the main thread."""
     dog = object.__new__(watchdog.Watchdog)
     clock = [0.0]
     ended: list[float] = []
@@ -100,26 +106,26 @@ def test_a_suspended_process_is_not_taken_for_a_stalled_one(monkeypatch: pytest.
 
     monkeypatch.setattr(dog, "_over", Ticks(), raising=False)
     dog._watch()
-    assert ended == [], "99 seconds of silence, and a suspension"
+    assert ended == [], "99 seconds of silence plus a suspension must not exceed the limit"
     Ticks.jumps = iter([1.0] * 200)
     dog._watch()
     assert len(ended) == 1
 
 
 class Board:
-    """A store that all heartbeats of a test share."""
+    """Fake store shared by all heartbeat threads of a test."""
 
     def __init__(self) -> None:
-        self.words: dict[str, str] = {}
+        self.values: dict[str, str] = {}
 
     def set(self, key: str, value: str) -> None:
-        self.words[key] = value
+        self.values[key] = value
 
     def get(self, key: str) -> str:
-        return self.words[key]
+        return self.values[key]
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self.words for key in keys)
+        return all(key in self.values for key in keys)
 
 
 def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeats, Heartbeats]:
@@ -128,64 +134,66 @@ def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch)
     ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
     heartbeats = [Heartbeats(place, board, folder) for place in ranks]  # type: ignore[arg-type]
     for each in (*heartbeats, *heartbeats):
-        speak(each)
+        exchange(each)
     return heartbeats[0], heartbeats[1]
 
 
-def speak(heartbeats: Heartbeats) -> None:
+def exchange(heartbeats: Heartbeats) -> None:
     heartbeats.ticks += 1
     heartbeats._exchange()
     heartbeats.answered_at = time.monotonic()
 
 
-def test_a_node_that_falls_silent_is_named_and_one_that_speaks_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_silent_node_is_reported_only_after_the_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
     first, second = two_nodes(tmp_path, clock, monkeypatch)
-    monkeypatch.setattr(pulse, "step", 7)
+    monkeypatch.setattr(liveness, "step", 7)
     for clock[0] in range(1, 30):
-        speak(first), speak(second)
+        exchange(first), exchange(second)
         assert first.silent_node() is None and second.silent_node() is None
     silent_since = clock[0]
     while (lost := first.silent_node()) is None:
         clock[0] += 1
-        speak(first)
+        exchange(first)
     assert (lost.rank, lost.node) == (1, 1)
     assert NODE_SILENT < clock[0] - silent_since < 10
 
 
-def test_a_node_that_has_not_begun_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Importing libraries from a slow disk keeps every thread of a rank waiting."""
+def test_node_may_be_silent_for_longer_before_its_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Importing libraries from a slow disk blocks every thread of a rank."""
     clock = [0.0]
-    monkeypatch.setattr(pulse, "step", 0)
-    monkeypatch.setattr(pulse, "steps_done", 0)  # nor has this rank: a step done here is one that all have done
+    monkeypatch.setattr(liveness, "step", 0)
+    monkeypatch.setattr(liveness, "steps_done", 0)  # a step done by this rank would be a step of all ranks
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
-    speak(first)
+    exchange(first)
     for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
-        speak(first)
+        exchange(first)
         assert (first.silent_node() is not None) == lost
 
 
-def test_a_node_whose_store_does_not_answer_blames_node_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_watchdog_blames_node_0_when_the_store_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock = [0.0]
     _, second = two_nodes(tmp_path, clock, monkeypatch)
     clock[0] += NODE_SILENT + 1
     lost = second.silent_node()
     assert lost is not None and lost.rank == 0
     second.forgive(NODE_SILENT)
-    assert second.silent_node() is None, "it was suspended itself"
+    assert second.silent_node() is None, "the delay is explained by the suspension of this process"
 
 
-def test_a_late_store_is_no_proof_against_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_watchdog_does_not_blame_another_node_when_the_store_is_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock = [0.0]
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     clock[0] += NODE_SILENT + 1
     assert first.silent_node() is None
 
 
-def test_a_failure_is_heard_also_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The thread ends with the error, and silence would be taken for the death of node 0."""
+def test_watchdog_reacts_to_a_failure_when_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of node 0."""
 
     def full(folder: Path, record: dict[str, object]) -> None:
         raise OSError(28, "No space left on device")
@@ -193,15 +201,15 @@ def test_a_failure_is_heard_also_where_the_disk_is_full(monkeypatch: pytest.Monk
     _, second = two_nodes(tmp_path, [0.0], monkeypatch)
     monkeypatch.setattr(heartbeat, "write_failure", full)
     assert second.store is not None
-    for key, word in (("failure/0", "{}"), ("failed", "")):
-        second.store.set(key, word)
+    for key, value in (("failure/0", "{}"), ("failed", "")):
+        second.store.set(key, value)
     with pytest.raises(OSError, match="No space"):
-        speak(second)
+        exchange(second)
     assert second.failed and second.peer_has_left()
 
 
-def test_no_thread_is_inside_the_store_when_a_rank_has_come_to_its_end(tmp_path: Path) -> None:
-    """One that is, while the interpreter shuts down, aborts the process: a run that is done would be lost."""
+def test_watchdog_close_waits_until_its_thread_has_left_the_store(tmp_path: Path) -> None:
+    """A thread inside a store call at interpreter shutdown aborts the process, and a completed run would be lost."""
     inside, leave = threading.Event(), threading.Event()
 
     class Slow(Board):
@@ -217,16 +225,16 @@ def test_no_thread_is_inside_the_store_when_a_rank_has_come_to_its_end(tmp_path:
     assert "heartbeats" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_first_failure_is_the_first_to_arrive_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_first_failure_is_chosen_by_arrival_order_instead_of_clocks(tmp_path: Path) -> None:
     for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
         record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}
         write_failure(tmp_path, record)
-    assert first_failure(tmp_path, Ended(world_size=2))["rank"] == 1
+    assert first_failure(tmp_path, RankExits(world_size=2))["rank"] == 1
 
 
 def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
-    """Rank 1, on another node with a folder of its own, fails; what rank 0's folder then says."""
-    from torch.distributed import TCPStore  # as in a run: a store in a file is removed when a clone of it goes
+    """Let rank 1 fail on another node with a separate folder, and return the failure records in this rank's folder."""
+    from torch.distributed import TCPStore  # as in a run; a store in a file is removed with its first clone
 
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
@@ -237,23 +245,64 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
     else:
         store = TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
     heartbeats = Heartbeats(place, store, own)
-    speak(heartbeats)
+    exchange(heartbeats)
     if ranks.rank == 1:
         publish_failure(store, {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"})
-        store.set("told", "")
+        store.set("published", "")
     else:
-        store.wait(["told"])
-        speak(heartbeats)
+        store.wait(["published"])
+        exchange(heartbeats)
         assert heartbeats.failed
     return [path.read_text() for path in failure_files(own)]
 
 
 @pytest.mark.processes
-def test_the_first_failure_travels_through_the_store(tmp_path: Path) -> None:
-    told, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
-    assert len(told) == 1 and "it broke" in told[0] and '"order": 1' in told[0]
+def test_failure_record_reaches_another_node_through_the_store(tmp_path: Path) -> None:
+    records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
+    assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
 
 
-def test_pids_are_compared_on_one_machine_only() -> None:
+LIMIT = 2  # seconds without progress
+
+
+def _run_own_loop(folder: Path, step_for: float) -> None:
+    """Run a rank whose training loop does not call StepHooks: step an optimizer for `step_for` seconds, then idle."""
+    import torch
+
+    from src.engine.launch.rank import run_rank
+    from src.engine.machine.process import exit_process
+
+    def loop(*_: object) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        began = time.monotonic()
+        while time.monotonic() - began < step_for:
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            time.sleep(0.05)
+        if step_for < LIMIT:
+            time.sleep(60)
+
+    exit_process(run_rank(loop, resolved(f"parallel.timeout={LIMIT}"), folder, Ranks(), None))
+
+
+@pytest.mark.processes
+def test_watchdog_accepts_a_custom_training_loop_that_steps_an_optimizer(tmp_path: Path) -> None:
+    """Two runs execute at the same time: one steps for twice the limit, the other stops after its first steps."""
+    started = {}
+    for name, step_for in (("stepping", 2.0 * LIMIT), ("idle", 0.2)):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        started[name] = warm_processes().Process(target=_run_own_loop, args=(tmp_path / name, step_for), daemon=False)
+        started[name].start()
+    for process in started.values():
+        process.join(timeout=60)
+        process.kill()
+    assert {name: process.exitcode for name, process in started.items()} == {"stepping": 0, "idle": 1}
+    assert list(failure_files(tmp_path / "stepping")) == []
+    failure = first_failure(tmp_path / "idle", RankExits(world_size=1))
+    assert failure["exception"] == "NoProgress" and "parallel.timeout" in failure["reason"]
+
+
+def test_machine_id_is_stable_and_contains_the_boot_id() -> None:
     assert machine_id() == machine_id()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in machine_id()

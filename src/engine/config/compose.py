@@ -1,40 +1,40 @@
-"""The one door between Hydra and the rest: command line -> checked, typed Config -> frozen config.yaml.
+"""Composes a config from the command line with Hydra, checks it, and saves it as config.yaml. Imports no torch.
 
-`hydra.main` composes late, prints refusals over many lines, accepts `+sed=1`, and has made a folder by then. So the
-command line is composed and checked here first, and a refusal is one line with exit code 2. No torch is imported.
+`hydra.main` is not used: it creates a folder before it composes, prints errors over many lines, and accepts `+sed=1`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.engine.config.cluster import check_code
-from src.engine.config.combinations import check_combination
-from src.engine.config.confidential import check_literals, check_overrides
-from src.engine.config.fences import check_hydra_block, check_search_path
-from src.engine.config.names import ROOT, explain, hint, is_known, key_hint
-from src.engine.config.resolve import count_that_divides
-from src.engine.config.rules import check_values
-from src.engine.machine import hardware
-from src.engine.machine.secrets import hide_in
-from src.schema import Config, ResolvedConfig, as_resolved
+from src.engine.config.hydra_allowlist import check_hydra_block, check_hydra_key, check_search_path
+from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
+from src.engine.config.resolvers import by_device, device_counts
+from src.engine.config.suggest import ROOT, explain, is_known, key_hint, option_hint, plain_values
+from src.engine.config.validate import check_combination, check_values
+from src.engine.machine.files import write_text
+from src.engine.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
+from src.schema import Config, ResolvedConfig, as_resolved, leaves
 
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
+SAVED = "saved_config"  # Hydra's name for the config of a resumed run
 
 
 @dataclass
 class Command:
-    """What a command line composes to."""
+    """A command line and the config that Hydra composed from it."""
 
     config: Config
     tree: DictConfig  # as composed, with `hydra`
@@ -42,109 +42,107 @@ class Command:
     loader: Any  # Hydra's
 
 
-def compose_command(arguments: Any) -> Command:
-    """Compose and check the command line that Hydra's own parser read."""
+def compose_command(arguments: Any, saved: Any = None) -> Command:
+    """Compose and check the config for a command line that Hydra's parser has parsed.
+
+    `saved`: the config of a resumed run. Overrides, and the files of the group options they choose, change it.
+    """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    check_overrides(arguments.overrides)
     try:
         hydra = _hydra(arguments)
-        name = arguments.config_name or "train"
+        name = _store_over(saved) if saved is not None else arguments.config_name or "train"
+        if arguments.config_path is not None:
+            drop_removed_keys_of(hydra.config_loader.repository, name)
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
-        check_search_path(hydra.config_loader, name, overrides)
         _check_override_keys(hydra.config_loader, overrides)
+        check_search_path(hydra.config_loader, name)
         mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
         try:
             tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
-        except KeyError as error:  # Hydra looks it up while it composes
-            raise ValueError(f"hydra.job.env_copy={error}: not set; ranks inherit the environment") from None
-        except (AttributeError, AssertionError) as error:  # of a key below a block that is null
+        except (KeyError, AttributeError, AssertionError) as error:
             if getattr(error, "obj", None) is not None:
                 raise
+            # A block of Hydra's config is null, or hydra.job.env_copy names a variable that is not set.
             params = (word.input_line for word in overrides if word.key_or_group.startswith("hydra.sweeper.params"))
-            given = next(params, "hydra=null")
-            raise ValueError(f"{given}: no such block of Hydra's here; leave it out (sweep with -m key=a,b)") from None
+            given = next(params, "hydra")
+            raise ValueError(f"{given}: Hydra cannot read hydra.*; leave it out (sweep with -m key=a,b)") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
-        check_code(config, arguments.overrides, CONF / "local" / "default.yaml")
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
-                raise ValueError(f"experiment={experiment}: is a sweep (it has hydra.sweeper.params): add -m")
+                raise ValueError(f"experiment={experiment}: a sweep (it has hydra.sweeper.params); add -m")
             if config.search.sampler is not None:
-                raise ValueError(f"search.sampler={config.search.sampler}: a search is a sweep: add -m")
+                raise ValueError(f"search.sampler={config.search.sampler}: a search; add -m")
             check_combination(config)
         return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:  # OSError: a file that cannot be read
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ValueError(explain(error, arguments.overrides)) from error
     finally:
         GlobalHydra.instance().clear()
 
 
 def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
-    """Run `job` as Hydra runs one: `.hydra/` written into `folder`, `hydra.job.*` honoured. Returns its exit code."""
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.utils import run_job
-    from hydra.types import HydraContext
-
-    with read_write(command.tree.hydra):
+    """Write `.hydra/` into `folder` and run `job`, in `folder` if hydra.job.chdir is true. Return its exit code."""
+    with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
-    outcome = run_job(
-        task_function=lambda tree: job(),
-        config=command.tree,
-        job_dir_key="hydra.run.dir",
-        job_subdir_key=None,
-        hydra_context=HydraContext(config_loader=command.loader, callbacks=Callbacks()),
-    )
-    return int(outcome.return_value)  # raises what the job raised
+        command.tree.hydra.runtime.output_dir = str(folder.resolve())
+    save_hydra_files(command.tree, folder)
+    with contextlib.chdir(folder if command.tree.hydra.job.chdir else "."):
+        return job()
 
 
-def device_counts(_root_: Any) -> str:
-    """`${device_counts:}`: 1, 2, 4 … and the most that the batch divides by (as devices=auto), for a sweep.
-
-    On CPU at most 8. Never less than 1,2.
-    """
-    batch = OmegaConf.select(_root_, "data.batch_size")
-    most = max(2, count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch))
-    powers = {2**power for power in range(most.bit_length())}
-    return ",".join(str(count) for count in sorted(powers | {most}))
-
-
-def by_device(on_cpu: Any, on_gpu: Any) -> Any:
-    """`${by_device:a,b}`: a where this machine has no CUDA device, b where it has one; for lengths in steps."""
-    return on_gpu if hardware.visible_cuda_devices() else on_cpu
+def save_hydra_files(tree: DictConfig, folder: Path) -> None:
+    """Write `.hydra/` into the run folder as Hydra does, without the values of secrets."""
+    hydra = OmegaConf.masked_copy(tree, ["hydra"])
+    for name, part in (("config", _task_of(tree)), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
+        write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
 @cache
 def store_schema() -> None:
-    """Once a process: give Hydra our resolvers, and the schema that every primary config is composed on."""
+    """Register the schema and the resolvers with Hydra, once per process."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
-    # Hydra copies the whole store whenever it looks at a group: half of composing, most of --help. What it loads, it
-    # copies again.
+    # Hydra copies the whole store for each group: half the time of composing, most of --help. It copies what it loads
+    # again, so this copy is not needed.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
 def to_config(tree: DictConfig) -> Config:
-    """Merge a composed tree into the schema and check it."""
-    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    try:
-        check_literals(tree)
-        config = OmegaConf.to_object(OmegaConf.merge(_typed(Config), task))
-        if "hydra" in tree:
-            from hydra.conf import HydraConf  # not for a rank, which reads a frozen config
+    """Convert a composed tree, whose `${…}` are not resolved yet, to a typed and checked Config."""
+    task = _task_of(tree)
+    for key, value in plain_values(OmegaConf.to_container(task)):
+        # Ranks read the config from a file of the run. A secret in it would be visible there, or masked for the ranks.
+        if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
+            raise ValueError(f"{key}: holds a secret; give it as '${{oc.env:NAME}}', so that no file holds it")
+    config = typed_and_checked(task)
+    if "hydra" in tree:
+        from hydra.conf import HydraConf
 
-            block: Any = OmegaConf.to_container(tree.hydra)  # plain: typed ones are not checked
-            block.pop("env", None)  # a group of Hydra's that its schema forgets
+        # OmegaConf checks plain values, not typed ones. Hydra's schema lacks its own group `env`.
+        block: Any = OmegaConf.to_container(tree.hydra)
+        block.pop("env", None)
+        try:
             OmegaConf.merge({"hydra": _typed(HydraConf)}, {"hydra": block})
             check_hydra_block(tree)
+        except OmegaConfBaseException as error:
+            raise ValueError(explain(error)) from error
+    return config
+
+
+def typed_and_checked(task: DictConfig) -> Config:
+    """Merge a composed tree, without its `hydra` block, into the schema and check the values."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(_typed(Config), task))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
     assert isinstance(config, Config)
@@ -154,35 +152,73 @@ def to_config(tree: DictConfig) -> Config:
 
 @cache
 def _typed(schema: type) -> DictConfig:
-    """To be merged into, which copies it first. Made anew each time it was a quarter of composing."""
+    """Return the schema as a tree. Cached, because building it takes a quarter of the time of composing."""
     return OmegaConf.structured(schema)
 
 
-def freeze(config: Config, folder: Path) -> None:
-    """Write `config` to `folder/config.yaml`, which `--config-path <folder> --config-name config` runs again.
+def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:
+    """Write `config` and the block of run folders to `folder/config.yaml`, with the command that runs it again.
 
-    The run-folder block travels with it; without it a second run would go where Hydra puts runs by default.
+    `parts`: for a run that was resumed with other settings, a command line per attempt.
     """
-    from src.engine.machine.files import write_text
-
     hydra: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "default.yaml"))
-    task: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    task["cluster"] |= {"setup": None, "extra": []}  # code: config/cluster.py
+    resolved = OmegaConf.structured(config)
+    # Restore the references to secrets. If .hydra/ is on another machine, an earlier config.yaml has them.
+    for path in (folder / "config.yaml", folder / ".hydra" / "config.yaml"):
+        for key, reference in _references_in(path, config):
+            OmegaConf.update(resolved, key, reference, merge=False)
+    task: Any = OmegaConf.to_container(resolved)
     logging = [{"override hydra/hydra_logging": "none"}, {"override hydra/job_logging": "none"}]
     block = {key: hydra[key] for key in ("run", "sweep", "job")}
-    tree = hide_in({"defaults": ["schema", "_self_", *logging], "hydra": block, **task})  # the ranks resolve references
-    header = f"# Runs again: python train.py --config-path {folder.resolve()} --config-name config\n"
+    tree = hide_in({"defaults": ["schema", "_self_", *logging], "hydra": block, **task})
+    lines = [f"Run again: python train.py --config-path {folder.resolve()} --config-name config"]
+    if parts:
+        lines = ["Run again: these commands, each up to the first step of the next. This is the last config.", *parts]
+    header = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
 
 
-def read_frozen(folder: Path) -> ResolvedConfig:
-    """The config that `freeze` wrote."""
+def load_config(folder: Path) -> ResolvedConfig:
+    """Read the config that `save_config` wrote, and resolve references from the environment."""
     try:
-        tree: Any = OmegaConf.load(folder / "config.yaml")
-        task = OmegaConf.masked_copy(tree, [key for key in tree if key not in ("hydra", "defaults")])
-    except (OSError, ValueError, YAMLError):  # ValueError: a list, or no text
-        raise ValueError(f"{folder}: no config.yaml of a run here that can be read") from None
+        task = _task_of(OmegaConf.load(folder / "config.yaml"))
+        # An older run without schedule had no warm-up and no layer decay either.
+        if OmegaConf.select(task, "optim.sched") == "none":
+            task.optim.update({"sched": "constant", "warmup_epochs": 0.0, "layer_decay": None})
+    except (OSError, ValueError, YAMLError):
+        raise ValueError(f"{folder}: no readable config.yaml of a run here") from None
+    drop_removed_keys(task)
     return as_resolved(to_config(task))
+
+
+def _task_of(tree: Any) -> DictConfig:
+    """Return the composed tree without the parts that only Hydra uses."""
+    return OmegaConf.masked_copy(tree, [key for key in tree if key not in ("hydra", "defaults")])
+
+
+def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, unresolved text) for each value of `config` that the file at `path` has as `${oc.env:…}`."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if "${oc.env:" not in text:
+        return
+    given = _task_of(OmegaConf.create(text))
+    unresolved: Any = OmegaConf.to_container(given)
+    for (key, earlier, _), (_, value, _) in zip(leaves(to_config(given)), leaves(config), strict=True):
+        written = reduce(getitem, key.split("."), unresolved)
+        if "${oc.env:" in str(written) and earlier == value:
+            yield key, written
+
+
+def _store_over(saved: Any) -> str:
+    """Store `saved` as a primary config of Hydra, with the groups that an override may choose. Return its name."""
+    from hydra.core.config_store import ConfigStore
+
+    main: Any = OmegaConf.to_container(OmegaConf.load(CONF / "train.yaml"))
+    groups = [next(iter(entry)) for entry in main["defaults"] if isinstance(entry, dict)]
+    choices = [{group: None} for group in groups if group not in ("hydra", "optional local")]
+    defaults = ["schema", {"optional local": "default"}, {"hydra": "default"}, "_self_", *choices]
+    ConfigStore.instance().store(SAVED, {**saved, "defaults": defaults})
+    return SAVED
 
 
 def _hydra(arguments: Any) -> Any:
@@ -206,14 +242,15 @@ def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
     for override in overrides:
         key = override.key_or_group
         if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
-            continue
-        if key in groups:
+            check_hydra_key(key, override.input_line)
+        elif key in groups:
             options = loader.get_group_options(key)
             swept = override.is_sweep_override()
             for choice in override.sweep_string_iterator() if swept else [override.value()]:
                 if choice in (None, "null") and not override.is_delete():
-                    raise ValueError(f"{key}=null: give one of {', '.join(options)}, or leave the group out: ~{key}")
-                if isinstance(choice, str) and choice.strip("'\"") not in options:
-                    raise ValueError(f"{key}={choice}: no such option{hint(choice, options)}")
+                    raise ValueError(f"{key}=null: allowed: {', '.join(options)}; to leave the group out: ~{key}")
+                name = str(choice).strip("'\"")
+                if isinstance(choice, str) and name not in options:
+                    raise ValueError(f"{key}={choice}: no such option{option_hint(key, name, options)}")
         elif not is_known(key):
             raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")

@@ -1,4 +1,4 @@
-"""The config of an evaluation: a run's frozen one with other data or devices, or one composed from the command line."""
+"""Config of an evaluation: a run's config with different data or devices, or one composed from the command line."""
 
 from __future__ import annotations
 
@@ -7,57 +7,59 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.combinations import check_combination
-from src.engine.config.compose import compose_command, read_frozen, to_config
-from src.engine.config.confidential import check_overrides
-from src.engine.config.names import explain, is_known, key_hint
+from src.engine.config.arguments import parse_command_line
+from src.engine.config.compose import compose_command, load_config, typed_and_checked
 from src.engine.config.resolve import resolve
+from src.engine.config.suggest import explain, is_known, key_hint
+from src.engine.config.validate import check_combination
 from src.engine.machine.ranks import Ranks
 from src.schema import ClusterConfig, Config, ParallelConfig, ResolvedConfig
 
-OF_A_RUN = ("data", "parallel", "train.precision", "paths")  # what may differ from how it was trained
-OF_A_MODEL = (*OF_A_RUN, "model", "experiment", "seed")
-GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a frozen config has no groups left
+# Keys that may be given with run=<folder>, and keys that may be given without it.
+KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
+KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
+GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups
 
 
 def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | None) -> ResolvedConfig:
-    """The resolved config of an evaluation of `run`, or of a model that the `overrides` name, which are as for train.py.
+    """Return the resolved config to evaluate `run`, or the model that `overrides` choose as for train.py.
 
-    `ranks` are given where they were started from outside.
+    `ranks`: the identity of this rank, if torchrun or srun started it.
     """
     for override in overrides:
-        _check_part(override, OF_A_MODEL if run is None else OF_A_RUN)
-    config = _composed(overrides) if run is None else _frozen(run, overrides)
-    config.model.sync_bn, config.model.compile = False, False  # of training
+        _check_key(override, KEYS_WITHOUT_RUN if run is None else KEYS_WITH_RUN)
+    if run is not None:
+        config = _load(run, overrides)
+    else:
+        # A later parallel=… replaces the first.
+        config = compose_command(parse_command_line(["parallel=single", *overrides])).config
+        if not config.model.pretrained and config.model.weights is None:
+            raise ValueError(
+                "nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>"
+            )
+    # These two concern training only.
+    config.model.sync_bn, config.model.compile = False, False
     check_combination(config)
-    if run is None and not config.model.pretrained and config.model.weights is None:
-        raise ValueError("nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>")
     return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
 
 
-def _check_part(override: str, allowed: tuple[str, ...]) -> None:
+def _check_key(override: str, allowed: tuple[str, ...]) -> None:
     key = override.lstrip("+").partition("=")[0]
     if "=" not in override or not (is_known(key) or key == "experiment"):
         raise ValueError(f"{override}: unknown option{key_hint(key, ('run', 'split', 'checkpoint'))}")
-    if not any(key == part or key.startswith(f"{part}.") for part in allowed):
-        raise ValueError(f"{override}: has no part in an evaluation; give {', '.join(f'{part}…' for part in allowed)}")
+    if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
+        raise ValueError(f"{override}: not an evaluation option; allowed: {', '.join(f'{part}…' for part in allowed)}")
 
 
-def _composed(overrides: list[str]) -> Config:
-    from hydra._internal.utils import get_args_parser
-
-    if not any(override.startswith(("parallel=", "parallel.strategy=")) for override in overrides):
-        overrides = ["parallel=single", *overrides]
-    return compose_command(get_args_parser().parse_args(overrides)).config
-
-
-def _frozen(run: Path, overrides: list[str]) -> Config:
-    frozen = read_frozen(run)
-    config = Config(**vars(frozen))
-    per_device = max(1, frozen.global_batch // frozen.parallel.devices)
-    config.parallel, config.cluster = ParallelConfig(strategy="single"), ClusterConfig()  # here, wherever trained
-    config.model.pretrained, config.model.weights = False, None
-    check_overrides(overrides)
+def _load(run: Path, overrides: list[str]) -> Config:
+    saved = load_config(run)
+    config = Config(**vars(saved))
+    per_device = max(1, saved.global_batch // saved.parallel.devices)
+    # Evaluate on this machine, which may differ from the one of the run.
+    config.parallel, config.cluster = ParallelConfig(), ClusterConfig()
+    config.parallel.choose_strategy(several=False)
+    # The checkpoint holds all weights.
+    config.model.pretrained, config.model.weights, config.model.weights_strict = False, None, True
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
     dotted = [f"{GROUPS.get(key, key)}={value}" for key, value in given.items()]
     config.data.batch_size = None
@@ -66,4 +68,4 @@ def _frozen(run: Path, overrides: list[str]) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(dotted))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, dotted)) from error
-    return to_config(merged)  # type: ignore[arg-type]
+    return typed_and_checked(merged)  # type: ignore[arg-type]

@@ -1,63 +1,65 @@
-"""One job, from a checked config and a claimed run folder to result.json and an exit code."""
+"""Runs one job: from a checked config and a claimed run folder to result.json and an exit code."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from src.engine.config.compose import freeze, read_frozen
-from src.engine.launch.failure import failure_files, failure_text, first_failure
-from src.engine.launch.kubernetes import write_manifest
-from src.engine.launch.slurm import write_script
-from src.engine.launch.supervisor import Ended, run_ranks
+from src.engine.cluster.kubernetes import write_manifest
+from src.engine.cluster.slurm import write_script
+from src.engine.config.compose import load_config, save_config
+from src.engine.faults.failure import RankExits, failure_files, failure_text, first_failure
+from src.engine.launch.supervisor import run_ranks
 from src.engine.machine.files import write_json
-from src.engine.machine.lock import own
-from src.engine.machine.process import SAFE_PATH
+from src.engine.machine.lock import lock_folder
+from src.engine.machine.process import SAFE_PATH, process_start_time
 from src.engine.record.environment import environment_facts
-from src.engine.record.result import Result, read_status, write_result
+from src.engine.record.result import Result, read_segments, read_status, write_result
 from src.schema import ResolvedConfig
 
 
 def job_command(folder: Path) -> list[str]:
-    """The command that runs a frozen job in a process of its own, for sweeps."""
+    """Return the command that runs the saved config of `folder` in a separate process, for sweeps."""
     return [sys.executable, *SAFE_PATH, "-m", "src.engine.launch.job", str(folder)]
 
 
 def run_job(config: ResolvedConfig, folder: Path) -> int:
-    """Run a resolved config in processes of its own, or write the file by which a scheduler does. Returns the exit code.
-
-    `folder` holds everything that it leaves.
-    """
+    """Run a resolved config in child processes, or write the scheduler's job file. Return the exit code."""
     if config.cluster.scheduler != "local":
-        freeze(config, folder)
-        (write_script if config.cluster.scheduler == "slurm" else write_manifest)(config, folder)
+        save_config(config, folder)
+        write_job_file = write_script if config.cluster.scheduler == "slurm" else write_manifest
+        write_job_file(config, folder)
         return 0
     prepare(config, folder)
     return conclude(config, folder, run_ranks(config, folder))
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
-    """Put into the run folder what ranks read, and remove what an earlier attempt said of its end."""
+    """Write the files that ranks read, and remove records of how an earlier attempt ended."""
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
-    freeze(config, folder)
+    save_config(config, folder)
     write_json(folder / "environment.json", environment_facts(config))
 
 
-def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO | None = None) -> int:
-    """Make sure that result.json says how the job ended, say so on `console` (stderr), and return the exit code."""
+def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None) -> int:
+    """Complete result.json from the ranks' exits, print a failure to `console` (stderr), and return the exit code."""
     console = console or sys.stderr
+    # A signal that arrives while the ranks of a finished run exit does not count.
     if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
-        return 0  # a signal that has found the ranks leaving has stopped nothing
+        return 0
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name
         record_end(config, folder, "interrupted", f"stopped by {name}")
-        saved = any((folder / "checkpoints").glob("*.pt"))
-        again = f"Go on with: python train.py {shlex.quote(f'resume={folder}')}" if saved else ""
-        print(f"Stopped by {name}. {again}", file=console, flush=True)
+        hint = "No checkpoint was saved; to start again, give the same command"
+        if any((folder / "checkpoints").glob("*.pt")):
+            hint = f"Continue with: python train.py {shlex.quote(f'resume={folder}')}"
+        print(f"Stopped by {name}. {hint}", file=console, flush=True)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
     record_end(config, folder, failure["status"], failure["reason"], failure)
@@ -68,26 +70,27 @@ def conclude(config: ResolvedConfig, folder: Path, ended: Ended, console: TextIO
 def record_end(
     config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
 ) -> None:
-    """Write the result.json of a run that has not been able to."""
-    parallel = config.parallel
-    write_result(
-        folder,
-        Result(
-            status="failed" if status == "refused" else status,
-            reason=reason,
-            strategy=parallel.strategy,
-            accelerator=parallel.accelerator,
-            devices=parallel.devices,
-            nodes=config.cluster.nodes,
-            model=config.model.name,
-            batch_size=config.global_batch,
-            tags=config.tags,
-            failure=failure,
-        ),
+    """Write result.json for a run whose ranks did not write one."""
+    parallel, segments = config.parallel, read_segments(folder)
+    result = Result(
+        status="failed" if status == "refused" else status,
+        reason=reason,
+        strategy=parallel.strategy,
+        accelerator=parallel.accelerator,
+        devices=parallel.devices,
+        nodes=config.cluster.nodes,
+        model=config.model.name,
+        batch_size=config.global_batch,
+        tags=config.tags,
+        started=segments[0]["started"] if segments else None,
+        segments=segments,
+        failure=failure,
+        seconds={"total": time.time() - process_start_time(os.getpid())},
     )
+    write_result(folder, result)
 
 
 if __name__ == "__main__":
     run_folder = Path(sys.argv[1])
-    with own(run_folder):
-        sys.exit(run_job(read_frozen(run_folder), run_folder))
+    with lock_folder(run_folder):
+        sys.exit(run_job(load_config(run_folder), run_folder))

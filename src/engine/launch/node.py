@@ -1,8 +1,4 @@
-"""One node of a job on several: `python -m src.engine.launch.node <run folder>`, which the job's file starts on each.
-
-Node 0 has the records: it holds the folder, hands the config to the others through the store, and writes how it ended.
-The others need no shared disk; their logs stay in a folder of the same name.
-"""
+"""One node of a job on several nodes: the job's file starts `python -m src.engine.launch.node <run folder>` on each."""
 
 from __future__ import annotations
 
@@ -12,136 +8,192 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.engine.config.compose import read_frozen
-from src.engine.launch.failure import LOST_CONNECTION, cause_is_known, failure_file, failure_of_exit_code, first_failure
-from src.engine.launch.heartbeat import fetch_failures, publish_failure
+from src.engine.cluster.kubernetes import address_of_pod
+from src.engine.cluster.slurm import NODE_LOST, WARNED, address_of_step
+from src.engine.config.compose import load_config
+from src.engine.faults import failure
+from src.engine.faults.heartbeat import fetch_failures, publish_failure
+from src.engine.launch import nodes
 from src.engine.launch.job import conclude, prepare, record_end
-from src.engine.launch.kubernetes import place_of_pod
-from src.engine.launch.nodes import all_facts, check_nodes, refuse_others, share_config, take_config, tell_facts
-from src.engine.launch.rendezvous import Rendezvous
-from src.engine.launch.slurm import NODE_LOST, place_of_step
-from src.engine.launch.supervisor import ENDED_BY_AGENT, Ended, run_ranks
-from src.engine.launch.torchrun import where_logs_are
-from src.engine.machine.lock import own
-from src.engine.machine.process import imports_without_collector
-from src.engine.machine.ranks import Place, host_name
+from src.engine.launch.rendezvous import POLL_SECONDS, Rendezvous
+from src.engine.launch.supervisor import run_ranks, signal_handlers
+from src.engine.launch.torchrun import node_end
+from src.engine.machine.files import write_text
+from src.engine.machine.lock import is_locked, lock_folder, owner_of
+from src.engine.machine.process import imports_without_gc
+from src.engine.machine.ranks import NodeAddress, host_name
+from src.engine.machine.signals import Stopped, stop_handler
 from src.schema import Config, ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ANSWER_SECONDS = 6.0  # seconds for the other nodes to say how they have ended
+# Node 0 gives up waiting this long before the other nodes stop waiting for it; srun's --wait ends them later.
+LEAVE_FIRST_SECONDS = 60.0
+# Seconds for the other nodes to report how their ranks ended.
+REPORT_SECONDS = 6.0
 
 
+# The handler counts a signal before the ranks start too: USR1 would end this process without a record.
+@signal_handlers(stop_handler)
 def main(folder: Path, origin: Path) -> int:
-    """Run this node's ranks of the config in `origin`. Returns the exit code: as train.py's, or NODE_LOST."""
+    """Run this node's ranks with the config in `origin`. Return train.py's exit code, or NODE_LOST."""
     try:
-        place = find_place()
-        if place.node > 0:
-            return follow(origin, place)
+        address = find_address()
+        if address.node > 0:
+            return run_follower_node(origin, address)
         if not (origin / "config.yaml").exists():
-            raise ValueError(f"{origin}: node 0 ({host_name()}) sees no config.yaml there; is it on its disks?")
+            raise ValueError(f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder on its disks")
         folder.mkdir(parents=True, exist_ok=True)
-        with own(folder):
-            return lead(read_frozen(origin), folder, place)
+        config = load_config(origin)
+        if not _earlier_start_has_ended(folder, config.parallel.start_timeout):
+            return NODE_LOST
+        with lock_folder(folder):
+            if origin != folder:
+                # The file is copied as text, so that references to the environment stay unresolved.
+                write_text(folder / "config.yaml", (origin / "config.yaml").read_text(encoding="utf-8"))
+            return run_node_zero(config, folder, address)
+    except Stopped as stop:
+        return 128 + stop.number
     except (ValueError, OSError, RuntimeError) as error:
-        has_lost_another = type(error).__name__ in LOST_CONNECTION
-        if isinstance(error, RuntimeError) and not has_lost_another:
+        lost_another = type(error).__name__ in failure.LOST_CONNECTION
+        if isinstance(error, RuntimeError) and not lost_another:
             raise
         print(f"node: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if has_lost_another else 2
+        return 1 if lost_another else 2
 
 
-def find_place() -> Place:
-    """This node among those of the job, by what the scheduler put into the environment."""
+def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
+    """Wait while an earlier attempt of this Slurm job locks `folder`. Return False if Slurm should requeue the job."""
+    # An earlier attempt outlives a slurmd that died. The other nodes wait no longer than start_timeout.
+    same_job = f" of Slurm job {os.environ.get('SLURM_JOB_ID')}"
+    if not _is_restart() or not is_locked(folder) or not owner_of(folder).endswith(same_job):
+        return True
+    seconds = max(0.0, start_timeout - LEAVE_FIRST_SECONDS)
+    in_use = f"node: {folder}: in use by {owner_of(folder)}, an earlier start of this job"
+    print(f"{in_use}; waiting up to {seconds:.0f} s for its end", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + seconds
+    while is_locked(folder):
+        if time.monotonic() > deadline:
+            print(f"{in_use}, after {seconds:.0f} s; Slurm starts this job again", file=sys.stderr)
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _is_restart() -> bool:
+    """Return True if Slurm has started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def find_address() -> NodeAddress:
+    """Return this node's rank and the meeting point of the nodes, from the scheduler's environment."""
     if "JOB_COMPLETION_INDEX" in os.environ:
-        return place_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
+        return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
-        raise ValueError("SLURM_STEP_NODELIST: not set; this command is for a job's file, under srun or Kubernetes")
+        raise ValueError("SLURM_STEP_NODELIST: not set; start this command with srun or in a pod of job.yaml")
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
-    return place_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else Place()
+    return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()
 
 
-def lead(config: ResolvedConfig, folder: Path, place: Place) -> int:
-    """Node 0: wait for the others, give them the config, run, and record how it ended."""
-    before = _checkpoints(folder)
+def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) -> int:
+    """Run node 0: wait for other nodes, share the config, run the ranks, write result.json. Return the exit code."""
+    checkpoints_before = _checkpoints(folder)
     prepare(config, folder)
     rendezvous = None
-    if place.nodes > 1:
+    if address.nodes > 1:
         try:
-            rendezvous = _meet(place, config.parallel.start_timeout)
-            check_nodes(config, all_facts(rendezvous.store, place.nodes))
+            rendezvous = _meet(address, config.parallel.start_timeout)
+            store = rendezvous.store
+            nodes.check_nodes(
+                config, nodes.collect_inventories(store, address.nodes, config.parallel.start_timeout, "node")
+            )
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:
-                refuse_others(rendezvous.store, place.nodes)
+                nodes.refuse_others(rendezvous.store, address.nodes, str(error))
             raise
-        share_config(rendezvous.store, folder)
-    ended = run_ranks(config, folder, rendezvous)
+        nodes.share_config(rendezvous.store, folder)
+    try:
+        ended = run_ranks(config, folder, rendezvous)
+    except Stopped as stop:  # before the first rank has started
+        ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        _wait_for_cause(_of_ranks(rendezvous.store), folder, config.parallel.devices)
+        _wait_for_cause(_ranks_store(rendezvous.store), folder, config.parallel.devices)
     code = conclude(config, folder, ended)
-    lost = code == 1 and first_failure(folder, ended)["exception"] == "NodeLost"
-    return NODE_LOST if lost and _checkpoints(folder) != before else code
+    has_progress = _checkpoints(folder) != checkpoints_before
+    if code == WARNED and _is_restart() and not has_progress:
+        reason = (
+            f"cluster.time={config.cluster.time}: second warning without a newer checkpoint, so the job is not queued "
+            "again; raise cluster.time, or lower cluster.signal_seconds"
+        )
+        record_end(config, folder, "failed", reason)
+        print(f"Failed: {reason}", file=sys.stderr)
+        return 1
+    if code == 1 and has_progress and failure.first_failure(folder, ended)["exception"] == "NodeLost":
+        return NODE_LOST
+    return code
 
 
-def follow(origin: Path, place: Place) -> int:
-    """Another node: run what node 0 says, and tell it of ranks that could not speak for themselves."""
-    seen = (origin / "config.yaml").exists()  # not where disks are not shared
-    rendezvous = _meet(place, (read_frozen(origin) if seen else Config()).parallel.start_timeout)
-    taken = take_config(rendezvous.store, place.node)
-    if taken is None:
-        return 2
-    config, folder = taken
-    local = config.parallel.devices // place.nodes  # the nodes have equally many
-    for rank in range(place.node * local, (place.node + 1) * local):
-        failure_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt, on this node's own disk
+def run_follower_node(origin: Path, address: NodeAddress) -> int:
+    """Run a node other than 0, with node 0's config and without a shared disk. Return the exit code."""
+    # Without a shared disk this node cannot see the config yet, so the default start_timeout applies.
+    config = load_config(origin) if (origin / "config.yaml").exists() else Config()
+    rendezvous = _meet(address, config.parallel.start_timeout)
+    received = nodes.receive_config(rendezvous.store, address.node)
+    if isinstance(received, str):
+        raise ValueError(received)
+    config, folder = received
+    # An earlier attempt may have left records on this node's disk.
+    ranks_per_node = config.parallel.devices // address.nodes
+    for rank in range(address.node * ranks_per_node, (address.node + 1) * ranks_per_node):
+        failure.failure_file(folder, rank).unlink(missing_ok=True)
     ended = run_ranks(config, folder, rendezvous)
     if ended.signal is not None:
-        return 128 + ended.signal
-    if ended.exit_codes:
-        _tell_of_exit_codes(_of_ranks(rendezvous.store), folder, ended)
-        print(where_logs_are(place.node, folder), file=sys.stderr, flush=True)
-    return int(bool(ended.exit_codes))
+        # Only node 0 decides whether Slurm queues the job again; srun returns the highest code of all nodes.
+        code = 128 + ended.signal
+        return 1 if code == WARNED else code
+    if not ended.exit_codes:
+        return 0
+    # Report ranks that were killed or that exited without a record: they cannot report themselves.
+    for rank, code in ended.exit_codes.items():
+        if not failure.failure_file(folder, rank).exists() and code not in failure.ENDED_BY_AGENT:
+            record = failure.failure_of_exit_code(folder, rank, code, ended.oom_kills)
+            record["reason"] += f" on {host_name()}"
+            publish_failure(_ranks_store(rendezvous.store), record)
+    print(node_end(address.node, folder), file=sys.stderr, flush=True)
+    return 1
 
 
-def _meet(place: Place, seconds: float) -> Rendezvous:
-    with imports_without_collector():
-        import torch.distributed  # noqa: F401  # which a rendezvous needs
-    rendezvous = Rendezvous(place, seconds)
-    tell_facts(rendezvous.store, place.node, place.node)
+def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
+    with imports_without_gc():
+        import torch.distributed  # noqa: F401  # Rendezvous needs it
+    rendezvous = Rendezvous(address, seconds)
+    nodes.publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous
 
 
-def _of_ranks(store: Store) -> Store:
-    """The keys of the ranks themselves, who never start again within a job (launch/rendezvous.py: open_store)."""
+def _ranks_store(store: Store) -> Store:
+    """Return the store under the ranks' key prefix. Here ranks never restart (see rendezvous.py: open_store)."""
     from torch.distributed import PrefixStore
 
     return PrefixStore("attempt_0", store)
 
 
-def _tell_of_exit_codes(store: Store, folder: Path, ended: Ended) -> None:
-    """Tell node 0 of ranks that were killed, and of those that left without a record."""
-    for rank, code in ended.exit_codes.items():
-        if not failure_file(folder, rank).exists() and code not in ENDED_BY_AGENT:
-            record = failure_of_exit_code(folder, rank, code, ended.oom_kills)
-            publish_failure(store, {**record, "reason": f"{record['reason']} on {host_name()}"})
-
-
 def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
-    """Wait until it is known why this node's ranks have lost the others, or until nobody will tell any more."""
-    until = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < until:
+    """Wait at most REPORT_SECONDS for a failure record that explains why this node's ranks lost the other ranks."""
+    for _ in range(20):
         fetch_failures(store, folder, world_size)
-        if cause_is_known(folder):
+        if failure.cause_is_known(folder):
             return
-        time.sleep(ANSWER_SECONDS / 20)
+        time.sleep(REPORT_SECONDS / 20)
 
 
-def _checkpoints(folder: Path) -> set[tuple[str, float]]:
-    return {(path.name, path.stat().st_mtime) for path in (folder / "checkpoints").glob("*.pt")}
+def _checkpoints(folder: Path) -> set[str]:
+    """Return the names of the checkpoints, which hold the step: saving the same step again is no progress."""
+    return {path.name for path in (folder / "checkpoints").glob("*.pt")}
 
 
 if __name__ == "__main__":
-    # The config's folder is the run folder, unless a second is given.
+    # The config's folder is the run folder, unless a second folder is given.
     sys.exit(main(Path(sys.argv[1]), Path(sys.argv[-1])))

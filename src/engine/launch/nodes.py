@@ -1,115 +1,146 @@
-"""What the nodes of a run say to each other through the store before anything starts: what each has, because node 0, which
-resolves the config, sees its own hardware alone; and then the config. Ranks started from outside speak for themselves."""
+"""Exchanges hardware inventories and the config between nodes, or ranks started by torchrun or srun."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
+import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.engine.config.compose import read_frozen
+from src.engine.config.compose import load_config
 from src.engine.machine import hardware
 from src.engine.machine.files import write_text
-from src.engine.machine.ranks import host_name
+from src.engine.machine.ranks import first_difference, host_name
+from src.engine.record.environment import ROOT, version_of
 from src.schema import ParallelConfig, ResolvedConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-CONFIG = "config"  # its key in the store; empty: the first has refused it
-ANSWER_SECONDS = 10.0  # for the others to have heard that
+INVENTORY_POLL_SECONDS = 0.2
+CONFIG = "config"  # a key of the store
+REFUSAL_SECONDS = 10.0  # for the others to read a refusal before the store closes
+# Node 0 gives up after parallel.start_timeout, which the others do not know yet.
+LONGEST_WAIT = timedelta(days=1)
+LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # they decide the numbers of a step
 
 
 @dataclass
-class Facts:
-    """Of one process: where it is, and which cores and CUDA devices it may use."""
+class NodeInventory:
+    """Host, number, cores and CUDA devices of a node, or of a rank that torchrun or srun started."""
 
     node: int
     host: str
-    ranks: int  # of its node
+    ranks: int  # on its node; 0 if unknown
     cores: list[int]
     devices: list[str]
+    software: dict[str, str] = field(default_factory=dict)  # only of the first process of a node
 
 
-def tell_facts(store: Store, index: int, node: int, ranks_of_node: int = 0) -> None:
-    """`index` counts those who tell: ranks started from outside, or nodes, which have no `ranks_of_node` yet."""
+def publish_inventory(store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None) -> None:
+    """Publish this process's NodeInventory in the store. `arguments`: command line; None: do not compare software."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(hardware.cores()))
     devices = [device.uuid for device in hardware.visible_cuda_devices()]
-    store.set(f"facts/{index}", json.dumps(asdict(Facts(node, host_name(), ranks_of_node, cores, devices))))
+    software = {} if arguments is None else _software(arguments)
+    inventory = NodeInventory(node, host_name(), ranks, cores, devices, software)
+    store.set(f"facts/{index}", json.dumps(asdict(inventory)))
 
 
-def all_facts(store: Store, count: int) -> list[Facts]:
-    """Of all `count` who tell; waits for them."""
-    return [Facts(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]
+def _software(arguments: list[str]) -> dict[str, str]:
+    """Return what must match on all nodes: command line, library versions, a digest of each code file."""
+    software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    software["Python"] = ".".join(platform.python_version_tuple()[:2])
+    software |= {name: version_of(name) or "missing" for name in LIBRARIES}
+    for path in [ROOT / "train.py", *sorted((ROOT / "src").rglob("*.py"))]:
+        software[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return software
+
+
+def collect_inventories(store: Store, count: int, seconds: float, who: str = "rank") -> list[NodeInventory]:
+    """Wait up to `seconds` for `count` inventories and return them. Raises ValueError if nodes' software differs."""
+    deadline = time.monotonic() + seconds
+    # store.wait would block signal handlers.
+    while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{who} {', '.join(missing)} of {count}: not there within parallel.start_timeout={seconds:g} s; "
+                "start them sooner, or raise parallel.start_timeout"
+            )
+        time.sleep(INVENTORY_POLL_SECONDS)
+    inventories = [NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]
+    # Gradients of different code would be averaged all the same, with equal parameters on all ranks.
+    compared = [(f"node {each.node} ({each.host})", each.software) for each in inventories if each.software]
+    if difference := first_difference(compared):
+        raise ValueError(f"{difference}; give all nodes the same command line, libraries and code")
+    return inventories
 
 
 def share_config(store: Store, folder: Path) -> None:
-    """The first hands the others its frozen config, and the name of its run folder."""
+    """Publish rank 0's saved config and the path of its run folder in the store."""
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     store.set(CONFIG, json.dumps({"folder": str(folder), "config": text}))
 
 
-def refuse_others(store: Store, count: int) -> None:
-    """The first has refused and said why; the others only leave. The store must outlive their question."""
-    store.set(CONFIG, "")
-    with suppress(RuntimeError):  # one is late: it finds nobody, and leaves
-        store.wait([f"left/{index}" for index in range(1, count)], timedelta(seconds=ANSWER_SECONDS))
+def refuse_others(store: Store, count: int, reason: str) -> None:
+    """Publish a refusal instead of a config, and keep the store open until the others have read it."""
+    store.set(CONFIG, json.dumps({"refused": reason}))
+    # A process that is late finds no store, and exits by itself.
+    with suppress(RuntimeError):
+        store.wait([f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS))
 
 
-def take_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | None:
-    """(the shared config, the run folder), for any but the first; None where it was refused. Waits for it.
-
-    Where the disk is not the first one's, the logs of this node go to a folder of the same name.
-    """
-    message = store.get(CONFIG)
-    if not message:
+def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
+    """Wait for rank 0's config and run folder (created here without a shared disk), or for rank 0's refusal."""
+    store.wait([CONFIG], LONGEST_WAIT)
+    shared = json.loads(store.get(CONFIG))
+    if "refused" in shared:
         store.set(f"left/{index}", "")
-        return None
-    shared = json.loads(message)
+        return str(shared["refused"])
     folder, text = Path(shared["folder"]), shared["config"]
     path = folder / "config.yaml"
     try:
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
     except OSError as error:
-        raise ValueError(f"{folder}: cannot be made on {host_name()}, for its logs ({error.strerror})") from None
-    return read_frozen(folder), folder
+        raise ValueError(f"{folder}: cannot be created for the logs on {host_name()} ({error.strerror})") from None
+    return load_config(folder), folder
 
 
-def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, facts: list[Facts]) -> None:
-    """Where `asked` left the choice open, take what every node has; srun may give each task cores and a device of its own.
-
-    `config` is resolved by what node 0 has. A host that cannot do it is named in the refusal.
-    """
-    parallel, nodes = config.parallel, _by_node(facts)
+def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]) -> None:
+    """Adjust a config that node 0 resolved: where `asked` has auto, use what every node has."""
+    parallel, nodes = config.parallel, _by_node(inventories)
     config.cluster.nodes = len(nodes)
     for node in nodes:
-        if parallel.accelerator == "cpu" and asked.accelerator == "auto" and any(fact.devices for fact in node):
+        if parallel.accelerator == "cpu" and asked.accelerator == "auto" and any(task.devices for task in node):
             raise ValueError(
                 f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} has none; set cpu or cuda"
             )
-    check_nodes(config, facts)
+    check_nodes(config, inventories)
     if asked.threads_per_device == "auto":
-        each = [len({core for fact in node for core in fact.cores}) // node[0].ranks for node in nodes]
-        parallel.threads_per_device = max(1, min(each))
+        # srun may give each task different cores.
+        threads = [len({core for task in node for core in task.cores}) // node[0].ranks for node in nodes]
+        parallel.threads_per_device = max(1, min(threads))
 
 
-def check_nodes(config: ResolvedConfig, facts: list[Facts]) -> None:
-    """Refuse by name the first host that has not the devices its ranks need."""
+def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> None:
+    """Raise ValueError if a host has fewer CUDA devices than its ranks need."""
     parallel = config.parallel
-    for node in _by_node(facts) if parallel.accelerator == "cuda" else []:
-        have = len({device for fact in node for device in fact.devices})
-        need = node[0].ranks or parallel.devices // config.cluster.nodes
-        if have < (1 if parallel.backend == "gloo" else need):
+    for node in _by_node(inventories) if parallel.accelerator == "cuda" else []:
+        present = len({device for task in node for device in task.devices})
+        needed = node[0].ranks or parallel.devices // config.cluster.nodes
+        if present < (1 if parallel.backend == "gloo" else needed):
             raise ValueError(
-                f"parallel.devices={parallel.devices}: {need} ranks on {node[0].host}, which has {have} CUDA device(s) "
-                "for them; two NCCL ranks cannot share one"
+                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has {present} CUDA "
+                "device(s) for them; two NCCL ranks cannot share one"
             )
 
 
-def _by_node(facts: list[Facts]) -> list[list[Facts]]:
-    return [[fact for fact in facts if fact.node == node] for node in sorted({fact.node for fact in facts})]
+def _by_node(inventories: list[NodeInventory]) -> list[list[NodeInventory]]:
+    numbers = sorted({inventory.node for inventory in inventories})
+    return [[inventory for inventory in inventories if inventory.node == number] for number in numbers]

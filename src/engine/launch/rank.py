@@ -1,4 +1,4 @@
-"""One rank: read the frozen config, join the group, run, leave. `python -m src.run <run folder>` comes here."""
+"""Runs one rank: reads the saved config, joins the group, trains, exits. Called by `python -m src.train <folder>`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from src.engine.config.compose import read_frozen
-from src.engine.launch.failure import failure_record, log_file, write_failure
-from src.engine.launch.heartbeat import publish_failure
+from src.engine.config.compose import load_config
+from src.engine.faults.failure import failure_record, log_file, write_failure
+from src.engine.faults.heartbeat import publish_failure
+from src.engine.faults.liveness import liveness
+from src.engine.faults.watchdog import Watchdog
 from src.engine.launch.rendezvous import open_store
-from src.engine.launch.watchdog import Watchdog
 from src.engine.machine.platform import STOP_SIGNALS
-from src.engine.machine.process import die_with_parent
+from src.engine.machine.process import imports_without_gc, kill_on_parent_exit
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import HidingFormatter
 from src.engine.machine.signals import Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-# What a rank does; handed in, because the engine imports none of it.
+# The work of a rank. Callers pass it in, because the engine does not import your code.
 RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
-STUCK_SECONDS = 8.0  # after a signal, for a rank that waits in a collective for ranks that have left
+# Seconds after a signal for a rank that waits in a collective for ranks that have left.
+STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Run the rank that this process is, on a run folder prepared by job.py. Returns the exit code."""
+    """Run this process's rank on a run folder that job.py prepared. Return the exit code."""
     ranks = ranks_from_environment(os.environ) or Ranks()
-    config = read_frozen(folder)
+    config = load_config(folder)
     return run_rank(run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None)
 
 
@@ -47,24 +49,25 @@ def run_rank(
     store: Store | None,
     before_exit: Callable[[], object] | None = None,
 ) -> int:
-    """Run one rank in this process; returns its exit code. A failure is recorded in `logs/failure_rank_N.json`, not raised.
-
-    `before_exit` is called before the watchdog ends this process, which then does not return from here.
-    """
-    die_with_parent()
+    """Run one rank in this process and return its exit code. `before_exit`: called before the watchdog ends it."""
+    kill_on_parent_exit()
     keep_compiled_code_private()
     stacks = _set_up_output(log_file(folder, ranks.rank), ranks)
     for number in STOP_SIGNALS:
         signal.signal(number, stop_handler)
     try:
         with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:
-            # before training there is nothing to save, and without a peer nobody can
+            # Before training there is nothing to save, and without its peers no rank can save.
             exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left())
             try:
+                with imports_without_gc():
+                    from torch.optim.optimizer import register_optimizer_step_post_hook
+                register_optimizer_step_post_hook(liveness.count_step)
                 run(config, folder, ranks, store)
                 return 0
             except Exception as error:
-                ignore_stop_signals()  # the agent ends the other ranks of a failed job; this one is writing down why
+                # The agent signals the other ranks of a failed job; this rank must write its record first.
+                ignore_stop_signals()
                 log.exception("rank %d failed", ranks.rank)
                 record = failure_record(error, config, ranks, folder)
                 if store is not None:
@@ -79,33 +82,27 @@ def run_rank(
 
 
 def keep_compiled_code_private() -> None:
-    """What model.compile makes is loaded again; torch's place for it is a name in /tmp that a neighbour can take first.
-
-    The agent that started this rank may have put torch's place into the environment.
-    """
+    """Move torch's compile cache out of /tmp, where another user could create it first: its files run as code."""
+    # The agent that started this rank may have put torch's default folder into the environment.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
 
 
 class Stdout(logging.StreamHandler[TextIO]):
-    """stdout as it is at the moment: while a progress bar is shown, rich stands there and prints lines above it."""
+    """Log handler for the current `sys.stdout`, which rich replaces while it shows a progress bar."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler's would keep today's
+        logging.Handler.__init__(self)  # StreamHandler's own __init__ would keep the present stream
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
 
 
-def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
-    """Every rank logs to its own file; rank 0 alone also has the console.
-
-    For other ranks the file descriptors themselves are redirected, so that what C++ prints lands there too. Returns the
-    log, for stacks.
-    """
-    own_log.parent.mkdir(parents=True, exist_ok=True)
-    stream = open(own_log, "a", encoding="utf-8", buffering=1)
+def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
+    """Log to the rank's file, on rank 0 also to the console. Return the file, for stack dumps."""
+    rank_log.parent.mkdir(parents=True, exist_ok=True)
+    stream = open(rank_log, "a", encoding="utf-8", buffering=1)
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if ranks.is_first:
         console = Stdout()
@@ -113,11 +110,12 @@ def _set_up_output(own_log: Path, ranks: Ranks) -> TextIO:
         console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
+        # Redirect the file descriptors themselves, so that output of C++ code lands in the file too.
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    logging.getLogger("src").setLevel(logging.INFO)  # libraries speak up only when something is wrong
+    logging.getLogger("src").setLevel(logging.INFO)
     logging.captureWarnings(True)
     faulthandler.enable(stream, all_threads=True)
     return stream

@@ -1,8 +1,4 @@
-"""Where the ranks of a run meet: a store at one address alone, that of node 0. torch's own listens on every interface.
-
-Whoever reaches such a store can pose as a rank. One machine's listens on loopback; that of several nodes on the address
-by which the scheduler knows node 0.
-"""
+"""The store through which the ranks of a run meet, and the rendezvous of torch's agent."""
 
 from __future__ import annotations
 
@@ -11,63 +7,53 @@ import socket
 import time
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from src.engine.launch.slurm import place_of_step
-from src.engine.machine.platform import WINDOWS
-from src.engine.machine.process import imports_without_collector
-from src.engine.machine.ranks import Place, Ranks, host_name
+from src.engine.cluster.slurm import address_of_step
+from src.engine.machine.process import imports_without_gc
+from src.engine.machine.ranks import NodeAddress, Ranks, host_name
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore, Store, TCPStore
+    from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-LOOPBACK = "127.0.0.1"
-BACKEND = "rendezvous"  # its name among torch's c10d, static, etcd
+LOOPBACK = "127.0.0.1"  # the address of a NodeAddress by default: a run on one machine
+BACKEND = "rendezvous"  # the name under which it is registered with torch's agent
 COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
 POLL_SECONDS = 1.0
 
 
-@cache
-def register_backend() -> str:
-    """Make `Rendezvous` known to torch's agent; returns its name."""
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-
-    rendezvous_handler_registry.register(BACKEND, lambda parameters: parameters.config["rendezvous"])
-    return BACKEND
+def from_parameters(parameters: Any) -> Any:
+    """Return the Rendezvous contained in the agent's settings; torch's registry requires such a function."""
+    return parameters.config["rendezvous"]
 
 
 class Rendezvous:
-    """What torch's agent asks of a RendezvousHandler, for nodes whose order is fixed. No subclass, to import no torch.
+    """Rendezvous handler of torch's agent, for nodes in a fixed order. Not a subclass, to avoid importing torch."""
 
-    torch's own lets whoever comes first be node 0, and a node that comes again; here rank 0 stays where the records are,
-    and a run that has lost a node ends, to be started again.
-    """
-
+    # torch's handlers make the first node to arrive node 0 and let a lost node rejoin. Here rank 0 stays on the node
+    # with the records, and a run that loses a node ends.
     use_agent_store = True
 
-    def __init__(self, place: Place, timeout: float) -> None:
-        """Host the store (node 0), or find it. `timeout`: seconds for all nodes to come."""
-        self.place = place
-        self.store = _host_store(place) if place.node == 0 else _join(place, timeout)
-        if place.node == 0:
-            _wait_for_nodes(self.store, place, timeout)
+    def __init__(self, endpoint: NodeAddress, timeout: float) -> None:
+        """Host the store on node 0, connect to it on other nodes. `timeout`: seconds to wait for node 0."""
+        self.endpoint = endpoint
+        self.store = _host_store(endpoint) if endpoint.node == 0 else _join(endpoint, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The same nodes again where the agent restarts the ranks."""
+        """Return the store and this node's rank; always the same nodes, even if the agent restarts the ranks."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-        agent = PrefixStore("agent", self.store)
-        at = RendezvousStoreInfo(self.place.address, self.store.port)
-        return RendezvousInfo(agent, self.place.node, self.place.nodes, at)
+        info = RendezvousStoreInfo(self.endpoint.address, self.store.port)
+        return RendezvousInfo(PrefixStore("agent", self.store), self.endpoint.node, self.endpoint.nodes, info)
 
     def get_backend(self) -> str:
         return BACKEND
 
-    get_run_id = get_backend  # the store knows this run alone
+    get_run_id = get_backend  # no other run uses this store
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -76,92 +62,75 @@ class Rendezvous:
         return True
 
 
-def _host_store(place: Place) -> TCPStore:
-    """It listens on this node's address alone."""
+def _host_store(endpoint: NodeAddress) -> TCPStore:
+    """Create the store. It listens on this node's address only: any process that reaches it can pose as a rank."""
     from torch.distributed import TCPStore
 
+    # Without a listener of ours, TCPStore would listen on every interface.
     try:
-        listener = socket.create_server((socket.gethostbyname(place.address), place.port))
+        listener = socket.create_server((socket.gethostbyname(endpoint.address), endpoint.port))
     except OSError as error:
-        at = f"{place.address}:{place.port}"
-        raise ValueError(f"{at}: node 0 ({host_name()}) cannot listen there ({error.strerror})") from None
+        raise ValueError(
+            f"{endpoint.address}:{endpoint.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
+        ) from None
     port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(
-        place.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor, use_libuv=not WINDOWS
-    )
+    return TCPStore(endpoint.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor)
 
 
-def _join(place: Place, timeout: float) -> TCPStore:
-    """Node 0's store. One that this node has joined before is of a run that has lost it and is ending: not that one."""
+def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
+    """Connect to node 0's store. Retry if this node has joined this store before: it is an ending run's."""
     from torch.distributed import TCPStore
 
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
+    address, port, limit = endpoint.address, endpoint.port, timedelta(seconds=timeout)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         try:
-            socket.create_connection((place.address, place.port), timeout=5).close()
-            seconds = timedelta(seconds=timeout)
-            store = TCPStore(place.address, place.port, is_master=False, timeout=seconds, use_libuv=not WINDOWS)
-            if store.add(f"joined/{place.node}", 1) == 1:
+            socket.create_connection((address, port), timeout=5).close()
+            store = TCPStore(address, port, is_master=False, timeout=limit)
+            if store.add(f"joined/{endpoint.node}", 1) == 1:
                 return store
-        except (OSError, RuntimeError):  # not yet there, or just leaving
+        except (OSError, RuntimeError):  # not yet started, or just closing
             pass
         time.sleep(POLL_SECONDS)
     raise ValueError(
-        f"{place.address}:{place.port}: node {place.node} ({host_name()}) found no node 0 there within "
+        f"{address}:{port}: node {endpoint.node} ({host_name()}) found no node 0 there within "
         f"parallel.start_timeout={timeout:g} s"
     )
 
 
-def _wait_for_nodes(store: Store, place: Place, timeout: float) -> None:
-    until = time.monotonic() + timeout
-    while missing := [str(node) for node in range(1, place.nodes) if not store.check([f"joined/{node}"])]:
-        if time.monotonic() > until:
-            raise ValueError(
-                f"node {', '.join(missing)} of {place.nodes}: not there within parallel.start_timeout={timeout:g} s; "
-                f"node 0 waits at {place.address}:{place.port}"
-            )
-        time.sleep(POLL_SECONDS / 5)
-
-
 @cache
 def open_store(ranks: Ranks) -> PrefixStore:
-    """The store through which these ranks meet; hosted by the agent, or by rank 0 where there is none.
-
-    The agent's store outlives a restart, and with it the addresses of ranks that have died: each attempt has its own keys.
-    Ranks of several nodes are made to listen towards it.
-    """
-    with imports_without_collector():
+    """Open the store through which these ranks meet. The agent hosts it; without an agent, rank 0 does."""
+    with imports_without_gc():
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
-    store: Store | None
     if (address := os.environ.get("MASTER_ADDR")) is not None:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))
-        assert store is not None
+        store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))[0]
     else:
-        place = place_of_step(ranks.node, ranks.nodes)
-        address = place.address
-        each = Place(ranks.rank, ranks.world_size, address, place.port)  # a rank here is what a node is elsewhere
-        store = _host_store(each) if ranks.is_first else _join(each, COMPOSE_TIMEOUT.total_seconds())
+        # Every rank joins by itself, so ranks take the part of nodes.
+        endpoint = address_of_step(ranks.rank, ranks.world_size)
+        address = endpoint.address
+        store = _host_store(endpoint) if ranks.is_first else _join(endpoint, COMPOSE_TIMEOUT.total_seconds())
     if ranks.nodes > 1:
         os.environ.update(listen_towards(address))
+    # The agent's store outlives a restart, and with it the addresses of ranks that died: each attempt needs new keys.
     return PrefixStore(f"attempt_{ranks.restart_count}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:
-    """The environment in which gloo and NCCL listen on the interface that leads to `address`, unless it says otherwise.
-
-    gloo's own choice is the address of the host's name, which is often loopback; so this host's name says nothing here.
-    """
+    """Return variables that make gloo and NCCL listen on the interface that leads to `address`, unless they are set."""
+    # gloo by default uses the address of the host's name, which is often loopback.
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the route
+        # A UDP socket sends nothing here; connecting it asks for the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
-            own = probe.getsockname()[0]
+            local = probe.getsockname()[0]
     except OSError:
         return {}
     for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == own for entry in addresses):
-            if own == LOOPBACK and (name not in ("lo", "lo0") or not address.startswith("127.")):
+        if any(entry.family == socket.AF_INET and entry.address == local for entry in addresses):
+            if local == LOOPBACK and (name not in ("lo", "lo0") or not address.startswith("127.")):
                 return {}
             variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             return {variable: os.environ.get(variable, name) for variable in variables}

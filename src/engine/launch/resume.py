@@ -1,135 +1,198 @@
-"""`resume=<run folder>|auto`: which run goes on, with which settings, and what is refused."""
+"""Chooses and checks the run that `resume=<run folder>|auto|auto_or_new` continues."""
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from src.engine.config.cluster import CODE
-from src.engine.config.combinations import DDP_ONLY, DP_ONLY
-from src.engine.config.compose import CONF, read_frozen
-from src.engine.launch.slurm import queued_job
-from src.engine.machine.lock import is_owned
+from src.engine.cluster.slurm import queued_job
+from src.engine.config.compose import Command, compose_command, load_config
+from src.engine.config.removed import drop_removed_keys
+from src.engine.machine.lock import is_locked
 from src.engine.machine.secrets import hide, mask
-from src.engine.record.result import read_status
-from src.schema import Config, ResolvedConfig, TrainConfig, leaves
+from src.engine.machine.text import yaml_text
+from src.engine.record.result import Result, read_result, read_status
+from src.schema import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
 
-# What makes it the same training; strategy, devices and length may change.
+# Keys that define the training; strategy, devices and length may change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
-# Of `resume=auto`, which nobody has pointed at a folder, everything must be as it was but these.
-OF_A_COMMAND = ("resume", "print_config", "cluster.", "sweep.", "search.")
-MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile")
+MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
+AUTO = ("auto", "auto_or_new")
+# Keys that do not affect the training; `resume` stands for resume_strict too.
+NOT_TRAINING = ("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "hydra")
+PER_DEVICE = ("device_ids", "output_device")
 
 
-def with_saved_overrides(arguments: Any) -> Any:
-    """For `resume=<folder>`: the overrides that folder was started with, then those given now."""
-    folder = _asked(arguments.overrides)
+def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
+    """Compose a run's config. If it continues a run (or `remembered`, an earlier attempt), start from its settings."""
+    resume, overrides = _given_resume(arguments.overrides), arguments.overrides
+    if resume not in AUTO:
+        return compose_command(arguments, None if resume is None else _saved_settings(Path(resume), overrides))
+    command = compose_command(arguments)
+    if _has_training_keys(arguments):
+        return command
+    folder = remembered or next(_unfinished(command.config), None)
     if folder is None:
-        return arguments
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
-        hydra: Any = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
-        sources = OmegaConf.select(hydra, "hydra.runtime.config_sources")
-        if not isinstance(saved, list) or sources is None:  # cut off while it was written
-            raise OSError
-    except (OSError, YAMLError):
-        raise ValueError(
-            f"resume={folder}: not a run folder (it has no .hydra that can be read); give a folder below outputs/"
-        ) from None
-    merged = copy.copy(arguments)
-    merged.overrides = _still_meant([str(item) for item in saved], arguments.overrides) + arguments.overrides
-    main = next((source.path for source in sources if source.provider == "main"), str(CONF))
-    if arguments.config_path is None and Path(main) != CONF:
-        merged.config_path, merged.config_name = main, hydra.hydra.job.config_name
-    return merged
-
-
-def _still_meant(saved: list[str], given: list[str]) -> list[str]:
-    """The saved overrides without the options that another strategy, given now, does not have."""
-    now = [item.partition("=")[2] for item in given if item.partition("=")[0] in ("parallel", "parallel.strategy")]
-    foreign = {"resume", *(f"cluster.{key}" for key in CODE)}  # code is taken from this command alone
-    if now and now[-1] != "auto":
-        options = {"dp": DP_ONLY, "ddp": (*DDP_ONLY, "max_restarts")}
-        foreign |= {f"parallel.{key}" for owner, keys in options.items() if owner != now[-1] for key in keys}
-    if now and now[-1] == "single":
-        foreign |= {f"parallel.{key}" for key in ("devices", "device_ids", "output_device")}
-    return [item for item in saved if item.partition("=")[0] not in foreign]
+        _refuse_or_start(command.config, f"no unfinished run of {command.config.task_name}", None)
+    else:
+        command = compose_command(arguments, _saved_settings(folder, overrides))
+    command.config.resume = None if folder is None else str(folder)
+    return command
 
 
 def folder_to_resume(config: ResolvedConfig) -> Path | None:
-    """The folder that `resume` names; for auto the newest unfinished run of this task, or None: a new run starts."""
-    if config.resume is None:
-        return None
-    if config.resume != "auto":
-        return Path(config.resume)
-    nearest = ""
-    runs = sorted((Path(config.paths.output_dir) / config.task_name).glob("*/*/checkpoints/last.pt"), reverse=True)
-    for folder in (path.parent.parent for path in runs):
-        try:
-            if read_status(folder) == "done" or is_owned(folder) or queued_job(folder):
-                continue
-            changes = _changes(config, read_frozen(folder))
-            others = [f"{key}={was}" for key, was, _ in changes if not key.startswith(OF_A_COMMAND)]
-            if not others:
-                return folder
-            nearest = nearest or hide(f" with these settings (the newest, {folder}, has {others[0]})")
-        except ValueError as error:
-            print(f"resume=auto: {folder} is passed over: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-    print(f"resume=auto: no unfinished run of {config.task_name}{nearest}; starting a new one", file=sys.stderr)
+    """Return the run folder to resume; with resume=auto, the newest unfinished run of this config. None: new run."""
+    if config.resume not in AUTO:
+        return None if config.resume is None else Path(config.resume)
+    nearest = None
+    for folder in _unfinished(config):
+        changes = [each for each in _changes(config, load_config(folder)) if not _is_part_of(each[0], NOT_TRAINING)]
+        if not changes:
+            return folder
+        nearest = nearest or (folder, changes[0])
+    _refuse_or_start(config, f"no unfinished run of {config.task_name} with exactly this config", nearest)
     return None
 
 
 def check_resumable(config: ResolvedConfig, folder: Path) -> None:
-    """Say what has changed since the run began; unless resume_strict=false, refuse what makes it another training."""
+    """Raise ValueError if the run cannot continue or, unless resume_strict=false, the changes alter the training."""
     if not any((folder / "checkpoints").glob("*.pt")):
-        raise ValueError(f"resume={folder}: it has no checkpoint to go on from; start anew without resume")
+        raise ValueError(f"resume={folder}: has no checkpoint to continue from; start a new run without resume")
     if (job := queued_job(folder)) is not None:
+        raise ValueError(f"resume={folder}: belongs to job {job}, which is in the queue; wait for it, or scancel {job}")
+    saved = load_config(folder)
+    if config.resume_strict and (change := _other_training(config, saved)) is not None:
         raise ValueError(
-            f"resume={folder}: it belongs to job {job}, which is in the queue; wait for it, or scancel {job}"
+            f"{change}: cannot change when a run continues (resume={folder}); start a new run without resume, or set "
+            "resume_strict=false"
         )
-    frozen = read_frozen(folder)
-    if config.resume_strict and (another := _another_training(config, frozen)) is not None:
-        raise ValueError(
-            f"{another}: cannot change when a run goes on (resume={folder}); start anew, or set resume_strict=false"
-        )
-    if read_status(folder) == "done" and not _is_longer(config.train, frozen.train):
-        raise ValueError(f"resume={folder}: this run is done; give a larger train.epochs to go on with it")
-    for key, was, value in _changes(config, frozen):
-        if not key.startswith(("resume", "print_config")):
-            print(hide(f"resume: {key}: {was} -> {value}"), file=sys.stderr)
+    if read_status(folder) == "done" and (limit := _reached_limit(config, saved, read_result(folder))) is not None:
+        raise ValueError(f"resume={folder}: this run is done: {limit} is reached; give a larger value to continue it")
 
 
-def _asked(overrides: list[str]) -> Path | None:
-    given = [item.removeprefix("resume=").strip("'\"") for item in overrides if item.startswith("resume=")]
-    return Path(given[-1]) if given and given[-1] not in ("auto", "null", "") else None  # the last one counts
+def records_of(folder: Path) -> dict[Path, bytes]:
+    """Read the files that a resume overwrites before its ranks can reject it, for `restore_records`."""
+    paths = [folder / name for name in ("config.yaml", "environment.json", "result.json")]
+    paths += folder.glob(".hydra/*.yaml")
+    return {path: path.read_bytes() for path in paths if path.is_file()}
+
+
+def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
+    """Restore the files that `records_of` read."""
+    (folder / "result.json").unlink(missing_ok=True)
+    for path, content in records.items():
+        path.write_bytes(content)
+
+
+def _given_resume(overrides: list[str]) -> str | None:
+    """Return the value of the last `resume` on the command line."""
+    values = [item.removeprefix("resume=").strip("'\"") for item in overrides if item.startswith("resume=")]
+    return values[-1] if values and values[-1] not in ("null", "") else None
+
+
+def _has_training_keys(arguments: Any) -> bool:
+    keys = [item.lstrip("+~").partition("=")[0].replace("/", ".") for item in arguments.overrides]
+    return bool(arguments.config_name) or not all(_is_part_of(key, NOT_TRAINING) for key in keys)
+
+
+def _is_part_of(key: str, sections: tuple[str, ...]) -> bool:
+    return key == "resume_strict" or any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
+    """Yield the folders of unfinished runs of `task`, newest first. Default: `config`'s task; `*`: all tasks."""
+    checkpoints = Path(config.paths.output_dir).glob(f"{task or config.task_name}/*/*/checkpoints/last.pt")
+    for folder in sorted((path.parent.parent for path in checkpoints), key=lambda path: path.parts[-2:], reverse=True):
+        try:
+            if read_status(folder) == "done" or is_locked(folder) or queued_job(folder):
+                continue
+            load_config(folder)
+            yield folder
+        except ValueError as error:
+            print(f"resume=auto: skipped {folder}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+
+
+def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None) -> None:
+    """Raise (resume=auto) or print (auto_or_new) the problem and how the nearest unfinished run differs."""
+    if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
+        nearest = other, ("task_name", load_config(other).task_name, config.task_name)
+    line = f"resume={config.resume}: {problem}"
+    if nearest is not None:
+        folder, (key, before, now) = nearest
+        line += hide(f"; the nearest is resume={folder}, which has {key}={yaml_text(before)} (here {yaml_text(now)})")
+    if config.resume == "auto":
+        raise ValueError(f"{line}; to start a new run in this case, give resume=auto_or_new")
+    print(f"{line}; starting a new run", file=sys.stderr)
+
+
+def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the settings of a run as composed, without the options of its strategy if `overrides` choose another."""
+    # The composed config has `auto`, for this machine to resolve. Jobs of a sweep have no .hydra folder.
+    composed = folder / ".hydra" / "config.yaml"
+    try:
+        tree = OmegaConf.load(composed if composed.exists() else folder / "config.yaml")
+        strategy = tree.parallel.get("strategy")
+    except (OSError, YAMLError, KeyError, TypeError, AttributeError):
+        # A task's folder, outputs/<task>, or a day's.
+        checkpoints = [path for runs in ("*", "*/*", "*/*/*") for path in folder.glob(f"{runs}/checkpoints/last.pt")]
+        newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+        hint = f"resume={newest.parent.parent}, the newest run in it" if newest else "a folder below outputs/"
+        raise ValueError(
+            f"resume={folder}: not a run folder (it has no config.yaml that can be read); give {hint}"
+        ) from None
+    load_config(folder)
+    assert isinstance(tree, DictConfig)
+    drop_removed_keys(tree)
+    saved: Any = OmegaConf.to_container(tree)
+    for key in ("resume", "search", "sweep", "hydra", "defaults"):
+        saved.pop(key, None)
+    pairs = [item.partition("=") for item in overrides]
+    chosen = [value for key, _, value in pairs if key in ("parallel", "parallel.strategy")]
+    if chosen and chosen[-1] != strategy:
+        dropped = [*strategy_options(), "max_restarts", "process_per_device", "options"]
+        has_one_device = ParallelConfig(chosen[-1]).has_one_device
+        if has_one_device:
+            dropped.append("devices")
+        if has_one_device or chosen[-1] == "auto":
+            dropped += PER_DEVICE
+        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in dropped}
+    return saved
 
 
 def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value now) of each that differs."""
+    """Return (key, value before, value now) of each key that differs."""
     pairs = zip(leaves(before), leaves(config), strict=True)
-    return [(key, was, value) for (key, was, _), (_, value, _) in pairs if was != value]
+    return [(key, old, new) for (key, old, _), (_, new, _) in pairs if old != new]
 
 
-def _another_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
-    """The first change that makes it another training."""
-    for key, was, value in _changes(config, before):
+def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
+    """Describe the first changed key that alters the training; None if there is no such key."""
+    for key, old, new in _changes(config, before):
         if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
-            return f"{key}={value} (was {was})"
+            return f"{key}={yaml_text(new)} (was {yaml_text(old)})"
     if config.global_batch == before.global_batch:
         return None
-    return (  # data.batch_size_per_device on another number of devices
-        f"parallel.devices={config.parallel.devices}: with data.batch_size_per_device="
-        f"{config.data.batch_size_per_device} the global batch {config.global_batch} (was {before.global_batch})"
-    )
+    # Only data.batch_size_per_device on another number of devices comes here.
+    batch = f"data.batch_size_per_device makes the global batch {config.global_batch} (was {before.global_batch})"
+    return f"parallel.devices={config.parallel.devices}: {batch}"
 
 
-def _is_longer(train: TrainConfig, before: TrainConfig) -> bool:
-    """True if any of the three keys that end a training ends it later."""
-    pairs = ((train.max_steps, before.max_steps), (train.early_stop, before.early_stop))
-    return train.epochs > before.epochs or any((new or math.inf) > (old or math.inf) for new, old in pairs)
+def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:
+    """Return the `key=value` because of which a finished run cannot train further; None if it can continue."""
+    train, last = config.train, before.train
+    if train.max_steps is not None and result.steps >= train.max_steps:
+        return f"train.max_steps={train.max_steps}"
+    if result.epochs >= train.epochs:
+        return f"train.epochs={train.epochs}"
+    # Only early_stop ends a run before both limits. It counts from the start again if checkpoint.metric changes.
+    stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
+    is_same_metric = config.checkpoint.metric == before.checkpoint.metric
+    if stopped_early and is_same_metric and train.early_stop is not None and train.early_stop <= (last.early_stop or 0):
+        return f"train.early_stop={train.early_stop}"
+    return None

@@ -1,8 +1,4 @@
-"""Starts the ranks of one job as processes and waits for them: torch's elastic agent for ddp, a plain child otherwise.
-
-Both run the same command, `python -m src.run <run folder>`. Commands and not functions, because the agent
-hangs for ever on a function rank that ends with exit code 0 without returning.
-"""
+"""Starts a job's ranks as processes and waits for them: with torch's elastic agent for ddp, else as a child process."""
 
 from __future__ import annotations
 
@@ -15,86 +11,85 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from src.engine.config.compose import ROOT
-from src.engine.launch.rendezvous import Rendezvous, listen_towards, register_backend
+from src.engine.faults.failure import RankExits
+from src.engine.launch.rendezvous import BACKEND, Rendezvous, from_parameters, listen_towards
 from src.engine.machine import hardware
-from src.engine.machine.platform import STOP_SIGNALS, WINDOWS, pass_on
-from src.engine.machine.process import LAUNCHER, SAFE_PATH, imports_without_collector, no_survivors, process_started_at
-from src.engine.machine.ranks import Place
+from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.process import (
+    LAUNCHER,
+    SAFE_PATH,
+    imports_without_gc,
+    process_start_time,
+    terminate_descendants,
+)
+from src.engine.machine.ranks import NodeAddress
 from src.schema import ResolvedConfig, ResolvedParallel
 
-GRACE_SECONDS = 30.0  # for a rank to save and leave after a signal, before it is killed; torch's agent gives as many
-ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of ranks that it ends because another has failed
+# For a rank to save and exit after a signal, before it is killed; torch's agent waits equally long.
+GRACE_SECONDS = 30.0
 
 
-@dataclass
-class Ended:
-    """How the ranks ended: exit codes of those that did not end with 0 (negative: killed by that signal)."""
-
-    signal: int | None = None  # the signal that stopped this process while it waited
-    exit_codes: dict[int, int] = field(default_factory=dict)
-    world_size: int = 0  # ranks that were started and have all ended; 0 where others ran elsewhere
-    # Processes that the kernel killed meanwhile for want of memory, of this run or of others on the machine.
-    oom_kills: int = 0
-
-
-def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None) -> Ended:
-    """Start this node's ranks of a resolved config on its run folder and wait until none is left.
-
-    `rendezvous`: with the other nodes; None where there are none.
-    """
-    command = [sys.executable, *SAFE_PATH, "-m", "src.run", str(folder)]
-    before = hardware.oom_kills()
-    with no_survivors():
+def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None) -> RankExits:
+    """Start this node's ranks and wait until all have exited. `rendezvous`: how to meet other nodes, if any."""
+    # A command: the agent hangs forever if a rank that is a Python function exits with code 0 without returning.
+    command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
+    oom_kills_before = hardware.oom_kills()
+    with terminate_descendants():
         if config.parallel.has_ranks:
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:
             ended = _run_child(command, config.parallel)
-    ended.oom_kills = hardware.oom_kills() - before
+    ended.oom_kills = hardware.oom_kills() - oom_kills_before
+    # A signal may reach only the ranks, or only another node's, and stop all of them.
     stops = {code - 128 for code in ended.exit_codes.values()}
     if ended.signal is None and len(stops) == 1 and stops <= set(STOP_SIGNALS):
-        ended.signal = stops.pop()  # it has reached the ranks alone, or those of another node, and all have stopped
+        ended.signal = stops.pop()
     return ended
 
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
-    """That of ranks; thread pools read theirs once, when torch is imported."""
+    """Return the environment variables for the ranks. Thread pools read theirs once, when torch is imported."""
     threads = str(parallel.threads_per_device)
     return with_project_on_path(os.environ) | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "RUN_STARTED_AT": str(process_started_at(os.getpid())),
+        "RUN_STARTED_AT": str(process_start_time(os.getpid())),
         LAUNCHER: str(os.getpid()),
-        **({"USE_LIBUV": "0"} if WINDOWS else {}),  # torch's store there is built without it
     }
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` in which `python -m src.…` works from any folder."""
+    """Return a copy of `environment` in which `python -m src.…` works from any folder."""
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
-    """`command` as one process, in our process group, so that a debugger in it has the terminal."""
-    ended = Ended(world_size=1)
+def _run_child(command: list[str], parallel: ResolvedParallel) -> RankExits:
+    """Run `command` as one process, in our process group, so that a debugger in it has the terminal."""
+    ended = RankExits(world_size=1)
     child = subprocess.Popen(command, env=_environment(parallel))
-    at_last = threading.Timer(GRACE_SECONDS, child.kill)  # a wait that has begun cannot be given a limit any more
+    # Popen.wait below cannot get a time limit after it has begun.
+    killer = threading.Timer(GRACE_SECONDS, child.kill)
+    has_limit = False
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal has_limit
         ended.signal = ended.signal or number
-        at_a_prompt = number == signal.SIGINT and os.isatty(0)  # a person, who may be in a debugger
-        if not at_a_prompt and at_last.ident is None:
-            at_last.start()
-        pass_on(number, child)
+        # A person who presses Ctrl-C at a terminal may be in a debugger, so no limit applies.
+        is_interactive = number == signal.SIGINT and os.isatty(0)
+        if not is_interactive and not has_limit:
+            # Set first, because a second signal may arrive during start().
+            has_limit = True
+            killer.start()
+        child.send_signal(number)
 
     with signal_handlers(forward):
         code = child.wait()
-    at_last.cancel()
+    killer.cancel()
     if code != 0:
         ended.exit_codes[0] = code
     return ended
@@ -102,34 +97,36 @@ def _run_child(command: list[str], parallel: ResolvedParallel) -> Ended:
 
 def run_agent(
     command: list[str], parallel: ResolvedParallel, scratch: Path, rendezvous: Rendezvous | None = None
-) -> Ended:
-    """`command` as each rank of this node, under torch's elastic agent.
-
-    `scratch`: a folder to be made and removed; without one, every launch leaves a folder in the system's temporary one.
-    """
-    with imports_without_collector():
+) -> RankExits:
+    """Run `command` as each rank of this node, under torch's elastic agent. `scratch`: new folder for its files."""
+    with imports_without_gc():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    rendezvous = rendezvous or Rendezvous(Place(), parallel.start_timeout)  # a free port, whatever MASTER_PORT says
-    place = rendezvous.place
-    for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py tells what failed
+    rendezvous_handler_registry.register(BACKEND, from_parameters)
+    # Without other nodes the store takes a free port, whatever MASTER_PORT is.
+    rendezvous = rendezvous or Rendezvous(NodeAddress(), parallel.start_timeout)
+    nodes = rendezvous.endpoint.nodes
+    for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py prints the failure
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     launch = LaunchConfig(
-        min_nodes=place.nodes,
-        max_nodes=place.nodes,
-        nproc_per_node=parallel.devices // place.nodes,
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=parallel.devices // nodes,
         run_id=rendezvous.get_run_id(),
-        rdzv_backend=register_backend(),
+        rdzv_backend=BACKEND,
         rdzv_configs={"rendezvous": rendezvous},
         max_restarts=parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
     )
-    ended = Ended(world_size=launch.nproc_per_node if place.nodes == 1 else 0)
-    os.environ.update(_environment(parallel) | listen_towards(place.address))  # the agent hands its own to the ranks
-    with signal_handlers(None):  # the agent installs handlers of its own and leaves them behind
+    ended = RankExits(world_size=launch.nproc_per_node if nodes == 1 else 0)
+    # The agent passes its own environment to the ranks.
+    os.environ.update(_environment(parallel) | listen_towards(rendezvous.endpoint.address))
+    # The agent installs signal handlers and does not restore the previous ones.
+    with signal_handlers(None):
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:
@@ -143,13 +140,13 @@ def run_agent(
 
 @contextmanager
 def signal_handlers(handler: object) -> Iterator[None]:
-    """Install `handler` for the stop signals (None: leave them as they are), and put back what was there."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    """Install `handler` for the stop signals (None: no change) during the block, then restore the previous handlers."""
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         if handler is not None:
             for number in STOP_SIGNALS:
                 signal.signal(number, handler)  # type: ignore[arg-type]
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, in one place."""
+"""Atomic file writes: a crash leaves either the old or the new file. Also creates run folders."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from src.engine.machine.secrets import hide, hide_in
 
 
 def claim_folder(path: Path) -> Path:
-    """Create the folder `path`, or where that is taken `path_1`, `path_2` …, and return it. Never shared by two runs."""
+    """Create and return the folder `path`; if it exists, `path_1`, `path_2` …. Two runs never share a folder."""
     if not path.name:
-        raise ValueError(f"hydra.run.dir={path}: give the name of a folder to be made")
+        raise ValueError(f"hydra.run.dir={path}: names no folder; expected the path of a new one")
+    if (shown := hide(str(path))) != str(path):
+        raise ValueError(f"hydra.run.dir={shown}: contains a secret; change it, or task_name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1000):
@@ -25,39 +27,39 @@ def claim_folder(path: Path) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ValueError(f"hydra.run.dir={path}: cannot be made ({error.strerror}); choose another place") from None
+        raise ValueError(f"hydra.run.dir={path}: cannot be created ({error.strerror}); choose another path") from None
     raise ValueError(f"hydra.run.dir={path}: 1000 folders of this name exist already; choose another name")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `path` whole or not at all, and without secrets."""
+    """Write `text` to `path` atomically, with the values of secrets replaced."""
     _write_characters(path, hide(text))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Strict JSON: a number that is not finite becomes null, because `NaN` is not JSON."""
+    """Write `value` to `path` as strict JSON: NaN and infinity become null, because they are not JSON."""
     _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
-    """What a version of this code up to format `newest` wrote to `path`. `missing` says what it means if there is none."""
+    """Read a JSON file of format version `newest` or older. `missing`: the error text if the file does not exist."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: no {path.name} here; {missing}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: damaged, it cannot be read as JSON ({error})") from None
+        raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
-        raise ValueError(f"{path}: not of this project (no table with a format)")
+        raise ValueError(f"{path}: not of this project (expected an object with `format`)")
     if values.get("format", 0) > newest:
         raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({newest}); update the code")
     return values
 
 
 def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
-    """Let `write` fill a file beside `path`, then put it in its place: a crash at any moment leaves the old or the new one.
+    """Call `write` on a temporary file, then rename it to `path`: a crash leaves either the old or the new file.
 
-    `writer` keeps apart those who may write `path` at the same time; what one of that name left unfinished is removed.
+    `writer`: suffix of the temporary file, so that concurrent writers do not collide.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}{writer}.tmp")
@@ -66,19 +68,19 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
         write(temporary)
         sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)  # without it the new name may be lost with the power
+        sync(path.parent)  # else a power failure may undo the rename
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _write_characters(path: Path, text: str) -> None:
     def write(temporary: Path) -> None:
-        with open(temporary, "x", encoding="utf-8") as file:  # x: a link that somebody has put there is not followed
+        with open(temporary, "x", encoding="utf-8") as file:  # x: do not follow an existing link
             file.write(text)
 
     write_whole(path, write, f".{os.getpid()}")
 
 
 def finite(value: Any) -> Any:
-    """A tree of plain values as JSON knows them, with None for numbers that are not finite."""
+    """Convert nested dicts and lists to JSON's types, with None for NaN and infinity."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

@@ -1,4 +1,4 @@
-"""What this machine has, without importing torch: cores, memory, CUDA devices, library builds. More on NVIDIA's in nvidia.py."""
+"""Hardware of this machine, without importing torch: cores, memory, CUDA devices, library builds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Processor cores this process may use (respects affinity masks, as set by Slurm or taskset)."""
+    """Return the number of cores that the affinity mask of this process allows."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -26,66 +26,63 @@ def cores() -> int:
 
 @cache
 def cpu_model() -> str:
-    return _said(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or platform.machine()
+    return _search(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or platform.machine()
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: what /proc/meminfo says, or less where a container or job has a limit.
-
-    Such limits are those of this process's cgroup and of those above it (version 2). Cached files count as free: the
-    kernel drops them first.
-    """
-    left = [int(psutil.virtual_memory().available)]
-    own = CGROUP / (_said(Path("/proc/self/cgroup"), r"^0::/(.*)$") or "")
-    for folder in (own, *own.parents):
-        with suppress(OSError, ValueError):  # `max`, or no such file: no limit here
+    """Return the bytes of memory available without swapping, within this process's cgroup limits (version 2)."""
+    available = [int(psutil.virtual_memory().available)]
+    cgroup = CGROUP / (_search(Path("/proc/self/cgroup"), r"^0::/(.*)$") or "")
+    for folder in (cgroup, *cgroup.parents):
+        with suppress(OSError, ValueError):  # the file is missing, or its text is `max`: no limit
             limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-            files = _said(folder / "memory.stat", r"^inactive_file (\d+)$")
-            left.append(max(0, limit - used + int(files or 0)))
-    return min(left)
+            # The kernel frees cached files first.
+            files = _search(folder / "memory.stat", r"^inactive_file (\d+)$")
+            available.append(max(0, limit - used + int(files or 0)))
+    return min(available)
 
 
 @cache
 def cuda() -> Driver:
-    """What the CUDA driver says; asked once, as torch asks it once."""
+    """Return what the CUDA driver reports about the devices. Queried once per process, as in torch."""
     return Driver.ask(torch_cuda())
 
 
 def visible_cuda_devices() -> tuple[CudaDevice, ...]:
-    """The devices that torch will see, counted and numbered by the driver as it does for torch."""
+    """Return the CUDA devices in torch's order: item i is `cuda:i`."""
     return cuda().devices
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process for want of memory since it started; 0 where it does not say."""
-    return int(_said(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
+    """Return the number of processes that the kernel has killed for lack of memory; 0 if the number is unknown."""
+    return int(_search(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
 @cache
 def has_mpi() -> bool:
-    """True if torch was built with MPI, as its wheels are not; read from its headers, and assumed where they are missing."""
-    return _torch_says("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
+    """Return True if torch is built with MPI, according to its headers. The wheels on PyPI are built without MPI."""
+    return _search_torch("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
 
 
 def has_mps() -> bool:
-    """Apple's GPU: torch's wheels for macOS on arm64 carry it."""
+    """Return True if torch can use Apple's GPU (MPS): true for the wheels for macOS on arm64."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 @cache
 def torch_cuda() -> str | None:
-    """The version of CUDA that torch is built for; None without."""
-    return _torch_says("version.py", r"^cuda\b[^=]*= '([^']*)'")
+    """Return the CUDA version that torch is built for; None for a build without CUDA."""
+    return _search_torch("version.py", r"^cuda\b[^=]*= '([^']*)'")
 
 
-def _torch_says(file: str, pattern: str) -> str | None:
-    """As `_said`, of a file of torch's: importing torch to learn it would take a second."""
+def _search_torch(file: str, pattern: str) -> str | None:
+    """Return the first match of `pattern` in a file of torch. Importing torch instead would take a second."""
     spec = importlib.util.find_spec("torch")
-    return _said(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
+    return _search(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
 
 
-def _said(path: Path, pattern: str) -> str | None:
-    """The group of `pattern` in a file; None where there is no such file, or no such line in it."""
+def _search(path: Path, pattern: str) -> str | None:
+    """Return group 1 of the match of `pattern` in a file; None if the file or the match is missing."""
     try:
         match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:

@@ -1,10 +1,11 @@
-"""How the processes of a run behave: they die with their parent, start quickly, end at once, and leave nothing running."""
+"""Processes of a run: end them with their parent, start them quickly, and exit without leftover child processes."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import gc
+import io
 import os
 import signal
 import sys
@@ -12,31 +13,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
-# Without it `python -m` imports from the current folder first, where anybody's json.py may lie.
+# Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
-LAUNCHER = "RUN_LAUNCHER"  # variable of a rank: the pid of the process that has started it
+LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that `kill -9` of a launcher leaves nothing behind.
-
-    A launcher gives its pid to its ranks, because it may die before they ask.
-    """
+def kill_on_parent_exit() -> None:
+    """Ask the kernel to kill this process when its parent dies, e.g. after `kill -9` of a launcher."""
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    parent = int(os.environ.pop(LAUNCHER, os.getppid()))  # taken out: what a rank starts has another parent
+    # Removed from the environment, because processes that a rank starts have another parent.
+    parent = int(os.environ.pop(LAUNCHER, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # the parent died before this call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def process_started_at(pid: int) -> float:
-    """`time.time()` at a process's start. psutil's is up to a second off: it counts from the boot, in whole seconds."""
+def process_start_time(pid: int) -> float:
+    """Return the start time of a process, comparable to time.time(). psutil's value is up to a second off."""
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may have spaces
@@ -44,12 +43,14 @@ def process_started_at(pid: int) -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
-@contextmanager
-def imports_without_collector() -> Iterator[None]:
-    """Import torch and timm without Python's garbage collector, which would visit their million objects again and again.
+def started_at() -> float:
+    """Return the start time of this rank's command: RUN_STARTED_AT or, under torchrun, the parent's start."""
+    return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
-    That is a fifth of the time of `import timm`. Afterwards the objects count as permanent: no collection visits them.
-    """
+
+@contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Pause the garbage collector while torch and timm are imported, which saves a fifth of that time."""
     gc.disable()
     try:
         yield
@@ -59,28 +60,44 @@ def imports_without_collector() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory that tensors free; by default it returns large blocks, and each step faults them in anew.
+    """Make glibc keep the memory that tensors free; by default each step has to page in large blocks again.
 
-    On a CPU a resnet18 step gains 6 to 13 %, under ddp 25 % (docs/benchmarks.md). MALLOC_* in the environment wins;
-    other C libraries are left alone.
+    On a CPU this speeds up a resnet18 step by 6 to 13 %, under ddp by 25 % (docs/benchmarks.md).
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 16 * 2**20)  # larger ones leave holes that nothing fits into
+        mallopt(M_MMAP_THRESHOLD, 16 * 2**20)  # larger blocks would fragment the heap
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process, which may be a rank. Whatever it had to write down is written.
+def keep_running_without_stdout() -> None:
+    """Discard output once the reader of stdout has exited (`python train.py | head -n 2`), instead of failing."""
 
-    A rank that has failed, or was stopped, is still in its process group, and goes at once after Python's own exit
-    handlers. The destructors of NCCL's communicators and of CUDA may wait for ranks that never answer, where no watchdog
-    looks any more; and a thread that is inside torch's store while the interpreter shuts down would abort the process.
+    class Pipe(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
+                return len(data)
+
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and not out.isatty():
+        buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, line_buffering=out.line_buffering)
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit with `code`. A failed or stopped rank skips NCCL and CUDA destructors, which may wait for ranks forever.
+
+    It also skips the shutdown of the interpreter, which aborts if a thread is inside torch's store.
     """
-    dist = sys.modules.get("torch.distributed")  # whoever never imported it is in no group
+    dist = sys.modules.get("torch.distributed")
     if code and dist is not None and dist.is_available() and dist.is_initialized():
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -90,20 +107,20 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def no_survivors(seconds: float = 1.0) -> Iterator[None]:
-    """End every process that the block has started, directly or not: SIGTERM, `seconds` to leave, SIGKILL."""
+def terminate_descendants(seconds: float = 1.0) -> Iterator[None]:
+    """Context: when the block ends, end all its descendant processes: SIGTERM, then SIGKILL after `seconds`."""
     if sys.platform == "linux":
-        PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children, so they are found
+        PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))
     try:
         yield
     finally:
-        left = [child for child in psutil.Process().children(recursive=True) if child not in before]
-        for child in left:
+        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        for child in started:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
-        for child in psutil.wait_procs(left, timeout=seconds)[1]:
+        for child in psutil.wait_procs(started, timeout=seconds)[1]:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        psutil.wait_procs(left, timeout=seconds)
+        psutil.wait_procs(started, timeout=seconds)

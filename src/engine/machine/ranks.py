@@ -1,7 +1,8 @@
-"""Who am I among the ranks of a job: read from what torchrun (our own agent is torchrun's) or srun put into the environment."""
+"""Identity of a rank, from the environment that torchrun (our agent is torchrun's) or srun sets."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -15,14 +16,14 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process's place in the job; alone by default."""
+    """Identity of this process among all ranks; a single process by default."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    restart_count: int = 0  # how often the agent has restarted all ranks
-    node: int = 0  # of `nodes`; node 0 has rank 0, and with it the records
+    restart_count: int = 0  # restarts of all ranks by the agent
+    node: int = 0  # node 0 has rank 0, which writes the records
     nodes: int = 1
 
     @property
@@ -35,21 +36,29 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """For messages: the host as well, where there are several."""
+        """Name of the rank for messages, with its host if there are several nodes."""
         return f"rank {self.rank}" + (f" on {host_name()}" if self.nodes > 1 else "")
 
 
 def host_name() -> str:
-    """What this node is called where people look for it: in Slurm's lists, else by its own system."""
+    """Return the host name of this node; under Slurm, the name in Slurm's node lists."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
+    """Compare each (name, values) with the first one. Return a text on the first difference; empty if all are equal."""
+    for name, values in described[1:]:
+        first_name, first = described[0]
+        for key in [*first, *values]:
+            here, there = first.get(key, "(none)"), values.get(key, "(none)")
+            if here != there:
+                return f"{key}={here} on {first_name}, but {key}={there} on {name}"
+    return ""
 
 
 @cache
 def machine_id() -> str:
-    """Equal only for processes that can signal each other by pid: this boot of this kernel, this space of pids.
-
-    Host names are no proof: many machines are called `localhost`, and two containers of one machine count pids apart.
-    """
+    """Return an id shared by all processes that can signal each other by pid: same boot, same pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -58,61 +67,63 @@ def machine_id() -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A node of a run, and where it meets the others."""
+class NodeAddress:
+    """A node of a run, and the address at which all nodes meet."""
 
     node: int = 0
     nodes: int = 1
-    address: str = "127.0.0.1"  # node 0's, as the others reach it
-    port: int = 0  # 0: a free one, for one node
+    address: str = "127.0.0.1"  # of node 0
+    port: int = 0  # 0: any free port, for a single node
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
-    """This process's place, or None where nobody started ranks.
+    """Return the rank identity of this process; None if neither torchrun nor srun started it.
 
-    A half-set environment is refused: acting on it would train one process on a share of the data.
+    A half-set environment raises ValueError, because a single process would then train on a share of the data.
     """
-    marks = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
-    if not marks:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    present = [name for name in names[:3] if name in environment]
+    if not present:
         return _ranks_of_srun(environment)
+    fix = "start ranks with torchrun, or unset it"
     missing = [name for name in NEEDED if name not in environment]
     if missing:
-        raise ValueError(
-            f"{marks[0]}={environment[marks[0]]}: set in the environment, but {', '.join(missing)} not; "
-            "start ranks with torchrun, or unset it"
-        )
-    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    for name in numbers:
+        raise ValueError(f"{present[0]}={environment[present[0]]}: also requires {', '.join(missing)}; {fix}")
+    for name in names:
         if not environment[name].isdecimal():
-            raise ValueError(f"{name}={environment[name]}: not a whole number; start ranks with torchrun, or unset it")
-    rank, world_size, local_rank, local = (int(environment[name]) for name in numbers)
-    for name, place, count in (("", rank, world_size), ("LOCAL_", local_rank, local)):
-        if place >= count:
-            raise ValueError(f"{name}RANK={place}: not below {name}WORLD_SIZE={count}; start ranks with torchrun")
+            raise ValueError(f"{name}={environment[name]}: expected an integer >= 0; {fix}")
+    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
+    if rank >= world_size:
+        raise ValueError(f"RANK={rank}: expected less than WORLD_SIZE={world_size}; {fix}")
+    if local_rank >= local_world_size:
+        raise ValueError(f"LOCAL_RANK={local_rank}: expected less than LOCAL_WORLD_SIZE={local_world_size}; {fix}")
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    node = int(environment.get("GROUP_RANK", rank // local))
-    nodes = int(environment.get("GROUP_WORLD_SIZE", -(-world_size // local)))
-    return Ranks(rank, world_size, local_rank, local, restarts, node, nodes)
+    node = int(environment.get("GROUP_RANK", rank // local_world_size))
+    nodes = int(environment.get("GROUP_WORLD_SIZE", math.ceil(world_size / local_world_size)))
+    return Ranks(rank, world_size, local_rank, local_world_size, restarts, node, nodes)
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
-    """The place of a task of `srun --ntasks=N python train.py …`; None where the step has one task, or there is none."""
+    """Return the rank identity of a task of `srun --ntasks=N python train.py …`; None if it is the only task."""
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
     wrong = [name for name in names if not environment.get(name, "").isdecimal()]
     counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if wrong or not counts:
-        raise ValueError(
-            f"{wrong[0] if wrong else 'SLURM_STEP_TASKS_PER_NODE'}: missing, or not what srun sets; start with "
-            "srun --ntasks=N python train.py …, or with python train.py cluster=slurm …"
-        )
+        name = wrong[0] if wrong else "SLURM_STEP_TASKS_PER_NODE"
+        raise ValueError(f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or cluster=slurm")
     rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
     return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)
 
 
+def starter() -> str:
+    """Return the name of the command that started this rank, torchrun or srun, for messages."""
+    return "torchrun" if "RANK" in os.environ else "srun"
+
+
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `2(x3),1` -> [2, 2, 2, 1]; empty for what is not in that notation."""
+    """Expand Slurm's `2(x3),1` to [2, 2, 2, 1]; an invalid text to []."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

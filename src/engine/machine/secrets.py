@@ -1,7 +1,7 @@
-"""Secrets: recognised by the names of their variables, and replaced in whatever is about to be written or shown.
+"""Secrets: recognized by the names of variables and keys, and replaced in all files and messages.
 
-In a secret's place stands `${oc.env:NAME}`, so that a frozen config still runs: whoever reads it takes the value from the
-environment of its own. A secret under a harmless name is not recognised.
+`${oc.env:NAME}` replaces the value of a secret variable, so that a saved config still runs: its reader resolves it.
+`***` replaces any other value of a key such as `token`.
 """
 
 from __future__ import annotations
@@ -20,88 +20,75 @@ WORD = (
     "auth_?key|auth_?header|bearer"
 )
 NAMES = re.compile(rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd", re.I)
-KEYS = re.compile(rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I)  # of a config: `max_tokens` and `key` are none
+KEYS = re.compile(rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I)  # of a config; does not match `max_tokens` or `key`
+REFERENCE = re.compile(r"\$\{oc\.env:\s*\w+\s*\}")
 IN_URL = re.compile(r"(?<=://)([^\s:/@'\"]*):([^\s/@'\"]+)(?=@)")
-IN_TEXT = re.compile(  # as `token=abc`, `{token: abc}` and `{'token': 'abc'}`, unless a reference stands there
-    rf"((?:(?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:|\b(?:\w*_)?(?:{WORD})\s*=)\s*)(?!\s*['\"]?\$\{{)[^\s,;\]}}]+",
-    re.IGNORECASE,
-)
-
-
-def reference(name: str) -> str:
-    """What stands for the value of the environment variable `name`."""
-    return f"${{oc.env:{name}}}"
+NO_REFERENCE = r"(?!\s*['\"]?\$\{)"
+# token=abc, token=choice(a,b)
+IN_OVERRIDE = re.compile(rf"(\b(?:\w*_)?(?:{WORD})\s*=\s*){NO_REFERENCE}\S+", re.I)
+# {token: abc}
+IN_DICT = re.compile(rf"((?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:\s*){NO_REFERENCE}[^\s,;\]}}]+", re.I)
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """True if the environment variable is to be hidden: by its name, or because it is a URL with a password.
-
-    An existing path is no secret: SSH_AUTH_SOCK and the like say where something lies.
-    """
+    """Return True for a secret's name or a URL with a password. A path (SSH_AUTH_SOCK) is not a secret if it exists."""
     if len(value) < SHORTEST or is_path(value):
         return False
     return NAMES.fullmatch(name) is not None or IN_URL.search(value) is not None
 
 
 def is_path(text: str) -> bool:
-    """True if `text` is the absolute path of something that exists."""
+    """Return True if `text` is an absolute path that exists."""
     return text.startswith("/") and os.path.exists(text)  # noqa: PTH110  # Path.exists raises for a long text
 
 
 def is_secret_key(key: str) -> bool:
-    """True if the last part of a config key says that its value is a secret."""
+    """Return True if the last part of a config key, such as `token`, means a secret."""
     return KEYS.fullmatch(re.split(r"[./]", key)[-1]) is not None
 
 
-def held_by(text: str) -> str | None:
-    """The environment variable whose secret value stands in `text`, if any."""
-    return next((name for name, value in _secrets() if value in text), None)
+def is_written_out(key: str, value: Any) -> bool:
+    """Return True if a key such as `token` has a value that is neither a reference nor a path."""
+    if value is None or isinstance(value, bool) or not is_secret_key(key):
+        return False
+    return REFERENCE.sub("", str(value)) not in ("", "???") and not is_path(str(value))
 
 
 def hide(text: str) -> str:
-    """`text` without the values of secret environment variables."""
-    return str(_hide_in(text, _secrets()))
+    """Replace the values of secret environment variables in `text`."""
+    for name, value in _secrets_of(tuple(os.environ.items())):
+        text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
 
 
-def hide_in(tree: Any) -> Any:
-    """The same for every string in dicts and lists, keys included, before they are written in any notation."""
-    pairs = _secrets()
-    return _hide_in(tree, pairs) if pairs else tree
+def hide_in(tree: Any, key: str = "") -> Any:
+    """Apply `hide` to all strings and keys in dicts and lists, and replace the values of secret keys by `***`."""
+    if isinstance(tree, dict):
+        return {hide_in(name): hide_in(value, str(name)) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [hide_in(value, key) for value in tree]
+    shown = hide(tree) if isinstance(tree, str) else tree
+    return "***" if is_written_out(key, shown) else shown
 
 
 def mask(text: str) -> str:
-    """For a refusal, which may quote what is refused: also what stands after a key like `token`, and passwords in URLs."""
-    return IN_TEXT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))
+    """Apply `hide` to a message, and mask the values after a key such as `token`, and passwords in URLs."""
+    return IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
 
 
 class HidingFormatter(logging.Formatter):
-    """A log line, with its traceback, without secrets."""
+    """Log formatter that masks secrets in log lines and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(super().format(record))
 
 
-def _hide_in(tree: Any, pairs: list[tuple[str, str]]) -> Any:
-    if isinstance(tree, dict):
-        return {_hide_in(key, pairs): _hide_in(value, pairs) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_hide_in(value, pairs) for value in tree]
-    if isinstance(tree, str):
-        for name, value in pairs:
-            tree = tree.replace(value, reference(name))
-    return tree
-
-
-def _secrets() -> list[tuple[str, str]]:
-    """(name, value) of the secrets in the environment, as they are and as notations write them; the longest first."""
-    return _secrets_of(tuple(os.environ.items()))
-
-
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    found = {}
+    """Return (name, value) of each secret in the environment, also escaped and URL-quoted; the longest value first."""
+    secrets = {}
     for name, value in environment:
         if is_secret_variable(name, value):
             escaped = (repr(value)[1:-1], json.dumps(value)[1:-1], quote_plus(value), " ".join(value.split()))
-            found.update({form: name for form in (*escaped, value) if len(form) >= SHORTEST})
-    return sorted(((name, form) for form, name in found.items()), key=lambda pair: -len(pair[1]))
+            secrets.update({form: name for form in (*escaped, value) if len(form) >= SHORTEST})
+    return sorted(((name, form) for form, name in secrets.items()), key=lambda pair: -len(pair[1]))

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and what each process does about them."""
+"""Stop signals: the ranks' signal handlers, and the exit of a rank whose handler cannot run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from src.engine.machine.lock import remove_lock_files
 from src.engine.machine.platform import STOP_SIGNALS
 
-ECHO_SECONDS = 0.5  # one Ctrl-C may arrive twice: from the terminal and from the agent
+ECHO_SECONDS = 0.5  # the same Ctrl-C may arrive twice: from the terminal and from the agent
 
 
 class Stopped(BaseException):
-    """A signal asks this rank to leave. Not an Exception, so that no `except Exception` on the way keeps it."""
+    """Raised on a stop signal. Not an Exception, so that no `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -23,7 +24,7 @@ class Stopped(BaseException):
 
 
 class StopHandler:
-    """The first stop signal is handed to `request`, to stop at the next step; without one, or a second time, leave at once."""
+    """Calls `request` at the first stop signal. Without `request`, or at the second signal, raises Stopped."""
 
     def __init__(self) -> None:
         self.request: Callable[[int], None] | None = None
@@ -43,37 +44,36 @@ stop_handler = StopHandler()
 
 
 def exit_after_stop_signal(seconds: float, is_stuck: Callable[[], bool]) -> None:
-    """After a stop signal that `stop_handler` has not heard, leave with exit code 128 + signal once `is_stuck` for `seconds`.
+    """Exit with code 128 + signal if `stop_handler` did not run after a signal and `is_stuck` for `seconds`.
 
-    Python's own handlers run between bytecodes of the main thread, so a rank that waits in a collective for ranks that
-    have left would never see the signal; the C-level handler writes to this pipe at once. A long call that is no such
-    wait ends by itself, and then the run is saved: the seconds do not count for it.
+    Python runs its handlers in the main thread, so never in a rank that waits in a collective for ranks that have
+    exited. The C handler writes to this pipe at once. Any other long call ends, and the run is saved then.
     """
     reading, writing = os.pipe()
-    if hasattr(os, "set_blocking"):  # Windows got it with Python 3.12, and does not ask for it
-        os.set_blocking(writing, False)
+    os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def watch() -> None:
         while True:
             for number in os.read(reading, 64):
                 if number in STOP_SIGNALS:
-                    _leave_if_stuck(number, seconds, is_stuck)
+                    _exit_if_stuck(number, seconds, is_stuck)
 
     threading.Thread(target=watch, name="stop-signal", daemon=True).start()
 
 
-def _leave_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) -> None:
+def _exit_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) -> None:
     stuck_since = None
     while stop_handler.heard_at is None:
         now = time.monotonic()
         stuck_since = (stuck_since or now) if is_stuck() else None
         if stuck_since is not None and now - stuck_since >= seconds:
+            remove_lock_files()
             os._exit(128 + number)
         time.sleep(min(1.0, seconds / 4))
 
 
 def ignore_stop_signals() -> None:
-    """For loader workers: a signal to the whole process group must not kill them before their rank has saved."""
+    """Ignore stop signals in loader workers: a signal to the process group must not kill them before the rank saves."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

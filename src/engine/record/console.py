@@ -1,4 +1,4 @@
-"""What a person sees beside the log's lines: the config, and one progress bar below them where the output is a terminal."""
+"""Console output in addition to the log: the config and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class Console:
-    """Rank 0's console; on other ranks it is silent. A context, so that the progress bar is taken down on errors."""
+    """Console of rank 0; silent on other ranks. A context manager, so that an error removes the progress bar."""
 
     def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
         rich = RichConsole()
@@ -39,7 +39,7 @@ class Console:
         self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
     def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """`items` as they are; while they are taken, the bar counts them instead of the steps."""
+        """Yield `items`, while the progress bar counts them, labeled `what`, instead of training steps."""
         self._bar.update(self._task, visible=False)
         task = self._bar.add_task(what, total=total, numbers="")
         try:
@@ -52,14 +52,14 @@ class Console:
 
 
 def print_config(config: Config, full: bool) -> None:
-    """The resolved config as a tree, without secrets: where it differs from the schema's defaults, or `full`."""
-    tree = Tree("config" if full else "config, where it differs from the defaults (print_config=full shows all)")
+    """Print the resolved config as a tree without secrets: only changes from the defaults, unless `full`."""
+    tree = Tree("config" if full else "config: differences from the defaults (print_config=full shows all)")
     _grow(tree, hide_in(asdict(config)), {} if full else asdict(Config()))
     RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
 
 
 def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Add the values that are not as in `defaults`."""
+    """Add the config values that differ from `defaults` to a tree for printing."""
     for key, value in values.items():
         if key in defaults and value == defaults[key]:
             continue

@@ -1,9 +1,10 @@
-"""Two runs' curves side by side: where they part, beyond a tolerance."""
+"""Compare the metric curves of two runs: the first step where they differ by more than a tolerance."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,59 +16,62 @@ BY_THE_CLOCK = re.compile(r"epoch|step|time|train/(images_per_sec(_per_device)?|
 
 
 @dataclass
-class Compared:
-    """One curve of both runs."""
+class CurveComparison:
+    """Result of comparing one metric curve of two runs."""
 
     name: str
     points: int
     largest: float  # relative difference
-    parts_at: int | None  # the first step with a larger difference than the tolerance; None: they agree
-    values: tuple[float, float]  # there
+    parts_at: int | None  # the first step with a difference above the tolerance; None: they agree
+    values: tuple[float, float]  # at that step
 
 
-def compare(one: Path, other: Path, tolerance: float) -> list[Compared]:
-    """The curves that both runs have, by name. Runs of different length, data or batch are refused."""
+def compare(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
+    """Compare two runs' curves by name. Raises ValueError for runs of different length, data or batch."""
     first, second = _size(one), _size(other)
     for key, a in first.items():
-        if a != second[key]:
+        # An older result has no fingerprints.
+        if key in second and a != second[key]:
             raise ValueError(
-                f"{key}: {a} in {one}, {second[key]} in {other}: runs on different data, of different length or batch"
+                f"{key}: {a} in {one}, {second[key]} in {other}; expected runs on equal data, of equal length and batch"
             )
-    mine, theirs = curves(one), curves(other)
-    common = sorted(set(mine) & set(theirs))
+    of_one, of_other = curves(one), curves(other)
+    common = sorted(of_one.keys() & of_other.keys())
     if not common:
         raise ValueError(f"{one} and {other} have no curve in common")
-    return [_compare(name, mine[name], theirs[name], tolerance) for name in common]
+    return [_compare(name, of_one[name], of_other[name], tolerance) for name in common]
 
 
 def _size(run: Path) -> dict[str, Any]:
-    """Where two runs differ in one of these, it was another training."""
+    """Return the settings that two comparable runs share: length, data and batch."""
     result = read_result(run)
     numbers = {key: getattr(result, key) for key in ("steps", "batch_size", "samples_seen", "dropped_per_epoch")}
-    return numbers | {f"{split} samples": getattr(result, split).get("samples") for split in ("val", "test")}
+    numbers |= {f"{split} samples": getattr(result, split).get("samples") for split in ("val", "test")}
+    return numbers | {f"data ({split})": fingerprint for split, fingerprint in result.data.items()}
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """metrics.jsonl by name, without what depends on the clock or on memory."""
-    found: dict[str, Curve] = {}
+    """Read the curves of a run from metrics.jsonl by name, without curves of time or memory."""
     if not (run / "metrics.jsonl").is_file():
         raise ValueError(f"{run}: no metrics.jsonl here; is this a run folder?")
+    by_name: dict[str, Curve] = defaultdict(dict)
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.items():
             if not BY_THE_CLOCK.fullmatch(name):
-                found.setdefault(name, {})[line["step"]] = math.nan if value is None else value
-    return found
+                by_name[name][line["step"]] = math.nan if value is None else value
+    return by_name
 
 
-def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> Compared:
-    """A step that only one of them has, or a value that only one could not compute, is where they part."""
-    found = Compared(name, len(one), 0.0, None, (math.nan, math.nan))
-    for step in sorted(set(one) | set(other)):
+def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> CurveComparison:
+    """Compare one curve of two runs. A step or value that only one run has counts as an infinite difference."""
+    result = CurveComparison(name, len(one), 0.0, None, (math.nan, math.nan))
+    for step in sorted(one.keys() | other.keys()):
         a, b = one.get(step, math.nan), other.get(step, math.nan)
-        if math.isnan(a) and math.isnan(b) and step in one and step in other:
+        both_nan = step in one and step in other and math.isnan(a) and math.isnan(b)
+        if a == b or both_nan:
             continue
-        difference = 0.0 if a == b else math.inf if math.isnan(a + b) else abs(a - b) / max(abs(a), abs(b))
-        found.largest = max(found.largest, difference)
-        if difference > tolerance and found.parts_at is None:
-            found.parts_at, found.values = step, (a, b)
-    return found
+        difference = math.inf if math.isnan(a + b) else abs(a - b) / max(abs(a), abs(b))
+        result.largest = max(result.largest, difference)
+        if difference > tolerance and result.parts_at is None:
+            result.parts_at, result.values = step, (a, b)
+    return result

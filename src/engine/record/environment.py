@@ -1,8 +1,9 @@
-"""`environment.json`: where and with what a run ran. No torch: versions and devices are read from metadata and NVML."""
+"""`environment.json`: machine, versions and command of a run, from package metadata and NVML without torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import shlex
 import subprocess
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment_facts(config: Config) -> dict[str, Any]:
-    """`config` is resolved. Values of environment variables are not recorded: they may be secrets."""
+    """Return the contents of environment.json. Omits environment variables, which may be secrets."""
     git = ("git", "-C", str(ROOT))
     devices, changes = hardware.visible_cuda_devices(), _output(*git, "status", "--porcelain")
     return {
@@ -46,12 +47,20 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "nccl": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.has_ranks else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
-        "topology": topology() if devices else None,
+        # The links between the devices (NVLink, PCIe).
+        "topology": _output("nvidia-smi", "topo", "-m") if devices else None,
     }
 
 
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Read environment.json of a run. Return {} on a node that cannot see the file."""
+    try:
+        return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
 def version_of(name: str) -> str | None:
-    """Of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -59,14 +68,8 @@ def version_of(name: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it is missing, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def topology() -> str | None:
-    """How the devices are connected (NVLink, PCIe), as the driver's tool prints it."""
-    return _output("nvidia-smi", "topo", "-m")

@@ -1,4 +1,4 @@
-"""What may have disturbed a measurement: other programs, a hypervisor, too few processors, heat, drift during the run."""
+"""Detect disturbances of a speed measurement: other programs, a hypervisor, too little CPU time, heat, drift."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import Any
 
 from src.engine.machine import hardware
 
-OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # from here on a figure is flagged; see `flags`
-FEWEST_STEPS = 20  # timed steps from which on the halves of a run are compared
+OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # limits of `flags`
+FEWEST_STEPS = 20  # timed steps, below which the halves of a run are not compared
 
 
 def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """As result.json has it. `ranks`: of every rank its `host` and the fields of its Usage, rank 0 first.
-
-    Load and steal are those of the first rank's host, `gpus` as Gpu.state says.
-    """
+    """Compute the disturbance record `guard` of result.json. `ranks`: host and Usage fields; `gpus`: from Gpu.state."""
     first, halves = ranks[0], throughput["halves"]
     wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
     shares = [rank["ran"] / (rank["ran"] + rank["queued"]) for rank in ranks if rank["ran"]]
@@ -30,22 +27,23 @@ def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[di
     }
 
 
-def flags(found: dict[str, Any], steps_timed: int) -> list[str]:
-    """Why a figure may be disturbed, a short sentence each; empty where nothing speaks against it."""
-    load, own, cores, steal, share = (found[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread"))
-    said = []
-    crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
-    if crowded:
-        said.append(f"other programs kept {load:.1f} of {cores} processors busy")
+def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
+    """Return reasons to distrust the measurements of a run, a short sentence each. `measured`: from `guard`."""
+    load, own, cores, steal, share = (measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread"))
+    reasons = []
+    is_crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
+    if is_crowded:
+        reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
     if steal is not None and steal >= STEAL:
-        said.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
-    by_itself = own is not None and own >= 0.9 * cores and not crowded  # more threads and workers than processors
-    if share is not None and share < STARVED and not by_itself:
-        said.append(f"its threads got {share:.0%} of the processor time that they were ready to use")
-    ratio = found["halves_ratio"]
+        reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
+    # The run itself has more threads and workers than processors.
+    is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
+    if share is not None and share < STARVED and not is_own_load:
+        reasons.append(f"its threads got {share:.0%} of the processor time that they were ready to use")
+    ratio = measured["halves_ratio"]
     if ratio is not None and steps_timed >= FEWEST_STEPS and not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
-        said.append(f"the second half of its steps ran at {ratio:.2f} times the speed of the first")
-    for number, clock in enumerate(found["clocks"] or []):
+        reasons.append(f"the second half of its steps ran at {ratio:.2f} times the speed of the first")
+    for number, clock in enumerate(measured["clocks"] or []):
         if clock["slowed_by"]:
-            said.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")
-    return said
+            reasons.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")
+    return reasons

@@ -1,4 +1,4 @@
-"""`jobs.json`: what a sweep consists of and how far each job is. Always whole, so that a killed sweep can be resumed."""
+"""`jobs.json`: all jobs of a sweep and their status, from which a killed sweep is resumed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Job:
     id: int
     name: str
     folder: str  # below the sweep folder
-    overrides: list[str]  # equal in all blocks of one point
-    block: int | None = 0  # of the sweep's blocks; None: a run of the baseline before the first or after the last
+    overrides: list[str]  # equal for all repeats of one configuration
+    block: int | None = 0  # repeat of the sweep; None: a baseline run before the first block or after the last
     seed: int | None = None  # the first block's plus `block`
     position: int = 0  # in run order
     config_hash: str = ""
@@ -33,37 +33,36 @@ class Job:
     started: str | None = None
     ended: str | None = None
     seconds: float | None = None
-    neighbours: int = 0  # the most other jobs that ran on its machine at any moment of it
+    neighbours: int = 0  # largest number of concurrent jobs on its machine
 
-    def wait_again(self) -> None:
-        """Wait for another attempt, and say nothing of the earlier one."""
+    def reset(self) -> None:
+        """Set the status to waiting and clear the records of the earlier attempt."""
         self.status, self.reason, self.neighbours = "waiting", "", 0
         self.started = self.ended = self.seconds = None
 
 
 @dataclass
 class Jobs:
-    """The jobs of one sweep folder."""
-
     folder: Path
     command: str
     jobs: list[Job]
     created: str = field(default_factory=lambda: now())
     status: str = "running"  # running, done, interrupted
-    order_seed: int | None = None  # of the blocks' orders, drawn for this sweep; None: the order as written
+    order_seed: int | None = None  # of the blocks' random orders; None: the order as written
 
     @property
     def baseline_repeated(self) -> list[int]:
-        """The jobs that ran the baseline once more, first and last: they belong to no block."""
+        """Return the ids of the two extra runs of the baseline, which are outside all blocks."""
         return [job.id for job in self.jobs if job.block is None]
 
     def write(self) -> None:
-        own = {key: getattr(self, key) for key in ("command", "created", "status", "order_seed", "baseline_repeated")}
+        keys = ("command", "created", "status", "order_seed", "baseline_repeated")
+        values = {key: getattr(self, key) for key in keys}
         jobs = [dataclasses.asdict(job) for job in self.jobs]
-        write_json(self.folder / "jobs.json", {"format": FORMAT, **own, "jobs": jobs})
+        write_json(self.folder / "jobs.json", {"format": FORMAT, **values, "jobs": jobs})
 
     def counts(self) -> str:
-        """How many jobs have which status: `3 done, 1 failed`."""
+        """Format the number of jobs per status: `3 done, 1 failed`."""
         return ", ".join(f"{count} {status}" for status, count in Counter(job.status for job in self.jobs).items())
 
     @property
@@ -71,31 +70,41 @@ class Jobs:
         return not any(job.status in UNFINISHED for job in self.jobs)
 
     def exit_code(self) -> int:
-        """0 if every job is done, or could not run here; else 1."""
+        """Return 0 if every job is done or could not run here, else 1."""
         return int(any(job.status in (*UNFINISHED, *FAILED) for job in self.jobs))
 
 
 def new_jobs(folder: Path) -> Jobs:
-    """An empty list that remembers the command line it came from."""
     return Jobs(folder, shlex.join([Path(sys.executable).name, *sys.argv]), [])
 
 
 def read_jobs(folder: Path) -> Jobs:
-    """What `Jobs.write` wrote, in this version or an older one."""
+    """Read jobs.json of a sweep folder, written by this version or an older one."""
     path = folder / "jobs.json"
-    values = read_json(path, FORMAT, "is this a sweep folder?")
+    try:
+        values = read_json(path, FORMAT, "is this a sweep folder?")
+    except ValueError as error:
+        raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # a job's block was once its `repeat`, and jobs ran in the order of their ids
+        # Older versions: `repeat` instead of `block`, and jobs ran in the order of their ids.
         whole = [{"block": job.get("repeat", 0), "position": job["id"]} | job for job in values["jobs"]]
         jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in whole]
         return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: damaged, or not of this project ({error})") from None
+        raise ValueError(f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}") from None
+
+
+def _report_without_jobs(folder: Path) -> str:
+    """Return a hint with the command that works without jobs.json; empty if no job has ended."""
+    if not any(folder.glob("*/result.json")):
+        return ""
+    quoted = shlex.quote(str(folder))
+    return f"; compare its ended jobs with: python scripts/report.py --out {quoted} $(dirname {quoted}/*/result.json)"
 
 
 def config_hash(path: Path) -> str:
-    """Of a frozen config.yaml without its comment, which names the folder."""
+    """Hash a saved config.yaml without its comments, which name the folder."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

@@ -1,11 +1,11 @@
-"""Writes a run's numbers to metrics.jsonl, TensorBoard and the console. Rank 0 has one; other ranks record nothing."""
+"""Write a run's metrics to metrics.jsonl, TensorBoard and the console, on rank 0 only."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -20,15 +20,15 @@ from src.engine.record.result import MetricsLog
 
 log = logging.getLogger(__name__)
 Numbers = dict[str, float | None]
-SHOWN_METRICS = ("val/acc", "val/acc_best", "val/loss")  # beside the settings, on TensorBoard's HPARAMS page
 
 
 class Recorder:
-    """The same numbers under the same names everywhere: train/loss, val/acc, lr … None is left out."""
+    """Writes each metric under one name, such as train/loss, to all outputs. Skips None."""
 
-    def __init__(self, folder: Path, enabled: bool, console: Console, resume_step: int) -> None:
-        """What an earlier attempt wrote after `resume_step` is dropped, so that no step is there twice."""
-        self.enabled, self._console, self._started = enabled, console, time.time()
+    def __init__(self, folder: Path, enabled: bool, console: Console, headline: str, resume_step: int) -> None:
+        """`headline`: the metric shown first. Drops lines that an earlier attempt wrote after `resume_step`."""
+        self.enabled, self._console, self._headline, self._started = enabled, console, headline, time.time()
+        self._folder = folder
         if enabled:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -37,7 +37,7 @@ class Recorder:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def numbers(self, step: int, epoch: float, values: Numbers) -> None:
-        """One line of metrics.jsonl, a point on every curve."""
+        """Write a step's values as a line of metrics.jsonl and to the TensorBoard curves."""
         if self.enabled:
             present = {name: value for name, value in values.items() if value is not None}
             self._metrics.write(step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present)
@@ -46,7 +46,6 @@ class Recorder:
                     self._tensorboard.add_scalar(name, value, step)
 
     def step(self, step: int, epoch: float, values: Numbers) -> None:
-        """The numbers of a training step."""
         self.numbers(step, epoch, values)
         if self.enabled:
             self._console.step(step, values["train/loss"] or 0.0, values["train/images_per_sec"])
@@ -60,40 +59,48 @@ class Recorder:
         self.numbers(step, epoch, values)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """A grid of up to 32 normalised images [B, C, H, W] as they were before; `mean` and `std` in 0..255, per channel."""
+        """Show up to 32 normalized images [B, C, H, W] in TensorBoard. `mean` and `std`: per channel, in 0..255."""
         if self.enabled:
             from torchvision.utils import make_grid
 
             shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
             if shown.shape[1] not in (1, 3):
                 shown = shown[:, :1]
-            if shown.shape[-1] < 64:  # tiny images are hard to see
+            # Enlarge tiny images.
+            if shown.shape[-1] < 64:
                 shown = torch.nn.functional.interpolate(shown, scale_factor=4)
             self._tensorboard.add_image("train/images", make_grid(shown, nrow=8), 0)
 
-    def epoch(self, epoch: int, epochs: int, loss: float | None, val: Numbers) -> None:
-        """One line on the console; `loss`: None if all steps were skipped; `val`: the newest evaluation, if any."""
-        if self.enabled:
-            shown = {"val/loss": "loss", "val/acc": "acc", "ema": "acc_ema", "best": "acc_best"}
-            found = "".join(f"  {word} {val[name]:.4f}" for word, name in shown.items() if val.get(name) is not None)
-            log.info("epoch %d/%d  train/loss %s%s", epoch, epochs, "none" if loss is None else f"{loss:.4f}", found)
+    def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
+        """Log a line with the epoch's training means, and the newest evaluation, if any."""
+        if not self.enabled:
+            return
+        name = self._headline
+        of_val = {"val/loss": "loss", f"val/{name}": name, "ema": f"{name}_ema", "best": f"{name}_best"}
+        shown = {f"train/{key}": value for key, value in train.items()}
+        shown |= {label: value for label, key in of_val.items() if (value := val.get(key)) is not None}
+        log.info("epoch %d/%d%s", epoch, epochs, "".join(f"  {label} {value:.4f}" for label, value in shown.items()))
 
     def end(self, step: int, config: dict[str, Any], confusions: dict[str, Tensor], classes: list[str]) -> None:
-        """Write what is shown once, and close: confusion matrices [true, predicted] by split, config, hparams."""
+        """Write confusion matrices [true, predicted] by split, config and hparams, and close."""
         if self.enabled:
             for split, counts in confusions.items():
                 image = draw_confusion(counts.cpu().numpy(), classes)
                 self._tensorboard.add_image(f"{split}/confusion", image, step, dataformats="HWC")
-            self._tensorboard.add_text("config", indent(json.dumps(hide_in(config), indent=2), " " * 4))
+            # Unlike `config`, the file keeps references to the environment unresolved.
+            saved = self._folder / "config.yaml"
+            if saved.exists():
+                self._tensorboard.add_text("config", indent(saved.read_text(encoding="utf-8"), " " * 4))
             self._show_settings(hide_in(_settings(config)))
         self.close()
 
     def _show_settings(self, settings: dict[str, Any]) -> None:
-        """Not by `add_hparams`, which opens a run of its own and writes the metrics once more."""
+        """Write hparams without `add_hparams`, which creates a second run and writes the metrics again."""
         from torch.utils.tensorboard.summary import hparams
 
+        shown = (f"val/{self._headline}", f"val/{self._headline}_best", "val/loss")
         writer = self._tensorboard._get_file_writer()  # type: ignore[no-untyped-call]
-        for summary in hparams(settings, dict.fromkeys(SHOWN_METRICS, 0.0)):  # type: ignore[no-untyped-call]
+        for summary in hparams(settings, dict.fromkeys(shown, 0.0)):  # type: ignore[no-untyped-call]
             writer.add_summary(summary)
 
     def close(self) -> None:
@@ -103,7 +110,7 @@ class Recorder:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Those people compare runs by."""
+    """Return the settings to show as hparams, by which users compare runs."""
     data, optim = config["data"], config["optim"]
     return {
         "tags": ", ".join(config["tags"]),

@@ -1,186 +1,258 @@
-"""What articles claim about DataParallel (DP) and DistributedDataParallel (DDP), weighed with one machine's figures.
+"""Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), evaluated on one machine's runs.
 
-Here: the list of claims, those that runs bear out by what they counted themselves, so that one run is enough, and
-corrections. Claims that are timed or measured, so that their figures have a spread, are in claims_measured.py.
+Claims 9, 12, 13 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from src.engine.report import claims_measured as measured
-from src.engine.report.evidence import Evidence, Ruling, missing, weigh
-from src.engine.report.measured import RunRecord
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED
-from src.engine.report.wording import listing
+from src.engine.analysis.contrasts import SPEED
+from src.engine.analysis.groups import Group, MeasuredPoint
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
+from src.engine.analysis.wording import figure, join_short, percent, with_range
+from src.engine.report.evidence import ClaimResult, Comparison, Evidence, evaluate_claim, missing
 
-# Words in the reasons of runs that ended, or were refused, because of what a claim is about.
+# Texts in the reasons of runs that ended, or were refused, because of the subject of a claim.
 DRIFTED = "different parameters"
 BATCH_TOO_SMALL = "fewer images than"
 ONE_NODE_ONLY = "cannot span the nodes"
 
+CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2 × on 4 devices close to linear
+EVEN = 1.1  # largest peak over the mean of the devices
+FULLER = 1.1  # device 0's peak over the largest of the others
+LINK = "bytes_busiest_link"
 
-def replicas_stay_equal(e: Evidence) -> Ruling:
-    """A run whose ranks drift apart fails, so failed runs are evidence too."""
+
+def ddp_is_faster(e: Evidence) -> ClaimResult:
+    """Check that ddp is faster than dp, and that the intervals of the ratio show more gain on more devices."""
+    comparisons = e.comparisons(SPEED, "ddp", "dp")
+    result = evaluate_claim(comparisons, "the images/s of dp")
+    if result.verdict != SUPPORTED:
+        return result
+    growth = set()
+    for group in e.groups:
+        # In ascending order of devices. Of several options on the same devices, the one with fewest options counts.
+        plain = [c.contrast for c in comparisons if c.group is group and c.a is group.at("ddp", c.a.devices)]
+        if len(plain) > 1:
+            growth.add(_is_below(plain[0], plain[-1]))
+    if NOT_SUPPORTED in growth:
+        return replace(result, verdict=NOT_SUPPORTED, reason="faster, but its lead shrinks with more devices")
+    if growth != {SUPPORTED}:
+        return replace(result, reason="faster; the figures do not show that its lead grows with the devices")
+    return result
+
+
+def _is_below(a: Contrast, b: Contrast) -> str:
+    """Return the verdict on "ratio a is below ratio b", which needs intervals that do not overlap."""
+    if NOT_MEASURABLE in (a.verdict, b.verdict):
+        return NOT_MEASURABLE
+    if a.interval[1] < b.interval[0]:
+        return SUPPORTED
+    return NOT_SUPPORTED if a.interval[0] > b.interval[1] else INCONCLUSIVE
+
+
+def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
+    results, efficiencies = [], []
+    for c in e.comparisons(SPEED, "ddp", "single"):
+        if not c.a.needless_threads and c.group.same_threads(c.a):
+            results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
+            efficiencies.append(f"{figure(c.group.efficiency(c.a) or 0)} for {c.place}, {c.group.kind} scaling")
+    rule = f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here {join_short(efficiencies)}"
+    otherwise = missing("ddp and single with the same threads per device", "parallel=single,ddp parallel.devices=1,2")
+    return evaluate_claim(results, "the images/s of single", rule, otherwise)
+
+
+def dp_fills_device_0(e: Evidence) -> ClaimResult:
+    def is_fullest(run: RunRecord) -> bool | None:
+        peaks = run.peak_bytes
+        return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
+
+    statement = f"device 0 above all others by {percent(FULLER - 1)} or more"
+    return e.in_every_run("dp", statement, is_fullest, figures=_peaks(e, "dp"))
+
+
+def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
+    def is_even(run: RunRecord) -> bool | None:
+        equal = run.result.get("proof.hashes_equal")
+        if equal is None or run.imbalance is None or len(run.peak_bytes) < 2:
+            return None
+        return bool(equal) and run.imbalance <= EVEN
+
+    statement = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
+    return e.in_every_run("ddp", statement, is_even, figures=_peaks(e, "ddp"))
+
+
+def _peaks(e: Evidence, strategy: str) -> str:
+    texts = []
+    for group, point in e.points(strategy):
+        if point.peak_bytes:
+            text = f"{e.place(group, point)}: {_gib(point)}"
+            if group.single and group.single.peak_bytes:
+                text += f", single {_gib(group.single)}"
+            texts.append(text)
+    return join_short(texts)
+
+
+def _gib(point: MeasuredPoint) -> str:
+    return ", ".join(f"{peak.median / 2**30:.2f}" for peak in point.peak_bytes) + " GiB"
+
+
+def ddp_uses_the_cores(e: Evidence) -> ClaimResult:
+    rule = "it must use more processor time and be faster, because waiting in a loop counts as use"
+    used = evaluate_claim(e.comparisons("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule)
+    faster = ddp_is_faster(e).verdict
+    if used.verdict == SUPPORTED and faster != SUPPORTED:
+        return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
+    return used
+
+
+def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
+    """Check that dp's speed relative to single is lower for deeper models than for the shallowest model."""
+    with_depth = [c for c in e.comparisons(SPEED, "dp", "single") if _depth(c.group)]
+    shallowest: dict[tuple[int, str], Comparison] = {}
+    results, references = [], []
+    for deep in sorted(with_depth, key=lambda c: _depth(c.group)):
+        shallow = shallowest.setdefault((deep.a.devices, deep.group.scaling), deep)
+        if _depth(deep.group) > _depth(shallow.group):
+            results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
+            references.append(f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}")
+    rule = f"compared with {join_short(references)}; the two intervals must not overlap"
+    otherwise = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
+    return evaluate_claim(results, "the images/s of single", rule, otherwise)
+
+
+def _depth(group: Group) -> int:
+    """Return the number of layers in model.kwargs: `depth`, or the sum of `layers` over the stages; 0 if unknown."""
+    config = group.points[0].runs[0].config
+    depth, layers = config.get("model.kwargs.depth"), config.get("model.kwargs.layers")
+    if isinstance(layers, list) and all(isinstance(count, int) for count in layers):
+        return sum(layers)
+    return depth if isinstance(depth, int) else 0
+
+
+def ddp_moves_less(e: Evidence) -> ClaimResult:
+    """Check that ddp moves fewer bytes over the busiest link than dp, and hides part of its communication time."""
+    bytes_of_dp: dict[RunRecord, float] = {}
+    figures = []
+    for group, point in e.points("ddp"):
+        dp_point = group.at("dp", point.devices)
+        dp = dp_point.measure(LINK) if dp_point else None
+        ddp, exposed = point.measure(LINK), point.measure("exposed_ms")
+        if ddp and dp:
+            bytes_of_dp |= dict.fromkeys(point.runs, dp.low)
+            figures.append(
+                f"{e.place(group, point)}: {figure(ddp.median / 1e6)} MB per step over the busiest link, "
+                f"{figure(dp.median / 1e6)} MB under dp; "
+                f"exposed: {with_range(exposed) if exposed else 'unknown'} ms"
+            )
+    if not figures:
+        return missing("dp and ddp on the same devices with the bytes over their busiest link")
+
+    def is_less_and_hidden(run: RunRecord) -> bool | None:
+        moved, total, exposed = (run.measure(name) for name in (LINK, "communication_ms", "exposed_ms"))
+        if moved is None or total is None or exposed is None or run not in bytes_of_dp:
+            return None
+        return moved < bytes_of_dp[run] and exposed < total
+
+    statement = "fewer bytes than dp, part of their time hidden"
+    return e.in_every_run("ddp", statement, is_less_and_hidden, figures=join_short(figures))
+
+
+def replicas_stay_equal(e: Evidence) -> ClaimResult:
+    """Check that ranks keep equal parameters. Failed runs are evidence too, because drifting ranks fail a run."""
     drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
-    what = "equal hashes of all parameters over the ranks, at the start and at the end"
-    return e.in_every_run("ddp", what, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
+    statement = "equal hashes of all parameters over the ranks, at the start and at the end"
+    return e.in_every_run("ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
 
 
-def shares_are_disjoint(e: Evidence) -> Ruling:
-    def counts(run: RunRecord) -> list[float]:
-        found = [run.number(f"proof.indices_{what}") for what in ("seen", "distinct", "expected")]
-        return [count for count in found if count is not None]
-
-    return e.in_every_run(
-        "ddp",
-        "every index of the epoch read by exactly one rank",
-        lambda run: len(set(counts(run))) == 1 if len(counts(run)) == 3 else None,
-        lambda run: "{:,.0f} read, {:,.0f} distinct, {:,.0f} expected".format(*counts(run)),
-    )
-
-
-def dp_needs_a_batch(e: Evidence) -> Ruling:
-    ran, refused = e.finished("dp"), e.refused(BATCH_TOO_SMALL)
-    too_small = [run for run in ran if 0 < (run.integer("batch_size") or 0) < run.devices]
+def dp_needs_a_batch(e: Evidence) -> ClaimResult:
+    finished, refused = e.finished("dp"), e.refused(BATCH_TOO_SMALL)
+    too_small = [run for run in finished if 0 < (run.integer("batch_size") or 0) < run.devices]
     if too_small:
-        return Ruling(FAILS, f"{len(too_small)} runs with fewer images than devices", "they ran", tuple(too_small))
-    recorded = [run for run in ran if run.chunk_sizes]
+        return ClaimResult(NOT_SUPPORTED, f"{len(too_small)} runs had fewer images than devices", runs=tuple(too_small))
+    recorded = [run for run in finished if run.chunk_sizes]
     unequal = [run for run in recorded if len(set(run.chunk_sizes)) > 1]
-    shown = [f"chunks {run.chunk_sizes} on {run.devices} devices" for run in unequal or recorded]
-    shown += [f"refused: {run.reason}" for run in refused]
-    if not shown:
+    texts = [f"chunks {run.chunk_sizes} on {run.devices} devices" for run in unequal or recorded]
+    texts += [f"refused: {run.reason}" for run in refused]
+    if not texts:
         return missing("dp on 2 or more devices with its chunk sizes", "parallel=dp parallel.devices=2")
     if unequal or refused:
-        return Ruling(HOLDS, listing(shown), "", (*unequal, *refused))
+        return ClaimResult(SUPPORTED, join_short(texts), "", (*unequal, *refused))
     remedy = "every batch here divides evenly; add data.batch_size=7 parallel.devices=2"
-    return Ruling(UNMEASURED, listing(shown), remedy, tuple(recorded))
+    return ClaimResult(NOT_MEASURABLE, join_short(texts), remedy, tuple(recorded))
 
 
-def dp_starts_sooner(e: Evidence) -> Ruling:
-    rule = "here both are one key, parallel=…, so what is weighed is the time from the command to the first step"
-    return weigh(e.stated("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule)
+def dp_starts_sooner(e: Evidence) -> ClaimResult:
+    rule = "here both are one key, parallel=…, so the measure is the time from the command to the first step"
+    return evaluate_claim(e.comparisons("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule)
 
 
-def first_rank_writes(e: Evidence) -> Ruling:
-    def files(run: RunRecord) -> dict[str, int]:
-        found = [(key.removeprefix("proof.files_per_rank."), value) for key, value in run.result.items()]
-        return {rank: n for rank, n in found if rank.isdigit() and isinstance(n, int)}
-
-    return e.in_every_run(
-        "ddp",
-        "ranks other than 0 wrote no file but their own log",
-        lambda run: all(n <= 1 for rank, n in files(run).items() if rank != "0") if files(run) else None,
-        lambda run: "files of " + ", ".join(f"rank {rank}: {n}" for rank, n in list(files(run).items())[:8]),
-    )
-
-
-def backend_follows_device(e: Evidence) -> Ruling:
-    return e.in_every_run(
-        "ddp",
-        "NCCL on CUDA, gloo elsewhere",
-        lambda run: run.result["backend"] and run.result["backend"] == {"cuda": "nccl"}.get(run.accelerator, "gloo"),
-        lambda run: f"{run.result['backend']} on {run.accelerator}",
-    )
-
-
-def ddp_spans_machines(e: Evidence) -> Ruling:
-    ddp, dp = ([run for run in e.finished(strategy) if run.nodes > 1] for strategy in ("ddp", "dp"))
+def ddp_spans_machines(e: Evidence) -> ClaimResult:
+    ddp = [run for run in e.finished("ddp") if run.nodes > 1]
+    dp = [run for run in e.finished("dp") if run.nodes > 1]
     refused = e.refused(ONE_NODE_ONLY)
-    shown = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
-    shown += [f"dp refused: {run.reason}" for run in refused]
-    runs = (*ddp, *dp, *refused)
-    if dp:
-        return Ruling(FAILS, listing(shown), "dp ran on several nodes", runs)
-    if ddp:
-        return Ruling(HOLDS, listing(shown), "" if refused else "dp on several nodes was not tried", runs)
-    alone = "no run of ddp on several nodes here; add cluster.nodes=2, or start torchrun with --nnodes=2"
-    return Ruling(UNMEASURED, listing(shown), alone, runs)
+    texts = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
+    texts += [f"dp refused: {run.reason}" for run in refused]
+    verdict = NOT_SUPPORTED if dp else SUPPORTED if ddp else NOT_MEASURABLE
+    reasons = {
+        NOT_SUPPORTED: "dp ran on several nodes",
+        SUPPORTED: "" if refused else "dp on several nodes was not tried",
+        NOT_MEASURABLE: "no run of ddp on several nodes here; add cluster.nodes=2",
+    }
+    return ClaimResult(verdict, join_short(texts), reasons[verdict], (*ddp, *dp, *refused))
 
 
-def each_has_its_stage(e: Evidence) -> Ruling:
-    faster = Ruling(UNMEASURED) if e.on_cpu else measured.ddp_is_faster(e)
+def each_has_its_stage(e: Evidence) -> ClaimResult:
+    faster = ClaimResult(NOT_MEASURABLE) if e.on_cpu else ddp_is_faster(e)
     parts = {11: dp_starts_sooner(e), 1: faster, 14: ddp_spans_machines(e)}
-    words = [ruling.verdict for ruling in parts.values()]
-    verdict = next(word for word in (FAILS, UNMEASURED, UNDECIDED, HOLDS) if word in words)
-    basis = ", ".join(f"claim {number} ({ruling.verdict})" for number, ruling in parts.items())
-    runs = tuple(dict.fromkeys(run for ruling in parts.values() for run in ruling.runs))
-    return Ruling(verdict, reason=f"rests on {basis}", runs=runs)
+    verdicts = [result.verdict for result in parts.values()]
+    verdict = next(v for v in (NOT_SUPPORTED, NOT_MEASURABLE, INCONCLUSIVE, SUPPORTED) if v in verdicts)
+    basis = ", ".join(f"claim {number} ({result.verdict})" for number, result in parts.items())
+    runs = tuple(dict.fromkeys(run for result in parts.values() for run in result.runs))
+    return ClaimResult(verdict, reason=f"rests on {basis}", runs=runs)
 
 
-def one_optimizer_per_process(e: Evidence) -> Ruling:
-    found = {s: [r for r in e.finished(s) if r.result.get("proof.optimizers") is not None] for s in ("dp", "ddp")}
-    if not all(found.values()):
-        return missing("dp and ddp on 2 or more devices with their optimizers counted")
-
-    def counted(run: RunRecord) -> str:
-        state = ", ".join(f"{n / 2**20:.1f} MiB" for n in run.entries(int, "proof.optimizer_state_bytes")[:8])
-        return f"{run.strategy} × {run.devices} has {run.result['proof.optimizers']}" + (state and f" (state: {state})")
-
-    runs = found["dp"] + found["ddp"]
-    fits = all(run.result["proof.optimizers"] == (1 if run.strategy == "dp" else run.devices) for run in runs)
-    return Ruling(HOLDS if fits else FAILS, listing(map(counted, runs)), "", tuple(runs))
+def devices_idle_under_dp(e: Evidence) -> ClaimResult:
+    rule = "utilization of the idlest device, minus ddp's share of waiting in a step, which NVML counts as use"
+    otherwise = missing("dp and ddp on the same devices with their utilization and the parts of ddp's step")
+    return evaluate_claim(e.comparisons("busy", "ddp", "dp"), "as busy as dp", rule, otherwise)
 
 
 _THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
-_ONE_MEMORY = "devices on CPU share one memory: what each holds, and what moves between them, cannot be told"
-_NOT_ON_CPU = dict.fromkeys((1, 3, 5, 6), _THREADS) | dict.fromkeys((4, 7), _ONE_MEMORY)
-_NOT_ON_CPU[16] = "utilisation comes from NVML, which knows NVIDIA devices only"
+_ONE_MEMORY = "devices on CPU share one memory: the share of each, and the traffic between them, cannot be measured"
+_NVIDIA_ONLY = "utilization comes from NVML, which knows NVIDIA devices only"
+# Number, claim, rule, and the reason if a CPU cannot measure it.
 _CLAIMS = (
-    (1, "DDP is faster than DP on the same devices, more so with more of them", measured.ddp_is_faster),
-    (2, "DDP's speed-up is close to linear", measured.ddp_is_close_to_linear),
-    (3, "DP loads device 0 most; the others hold little", measured.dp_fills_device_0),
-    (4, "Under DDP every device holds a full replica; memory is even", measured.ddp_holds_full_replicas),
-    (5, "DDP uses the CPU cores better; DP is one process under the interpreter lock", measured.ddp_uses_the_cores),
-    (6, "The interpreter lock hurts DP most where a model is many small operations", measured.lock_hurts_small_layers),
-    (7, "DDP moves less data than DP, and hides part of it behind the backward pass", measured.ddp_moves_less),
-    (8, "Replicas under DDP start equal and stay equal", replicas_stay_equal),
-    (9, "DistributedSampler gives the ranks disjoint shares that cover the epoch", shares_are_disjoint),
-    (10, "DP needs a batch of at least as many images as devices; its chunks can be unequal", dp_needs_a_batch),
-    (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner),
-    (12, "Only rank 0 should log; DDP's output is otherwise scattered", first_rank_writes),
-    (13, "Backends: NCCL for CUDA, gloo for CPU", backend_follows_device),
-    (14, "DDP goes on to several machines; DP cannot", ddp_spans_machines),
-    (15, "A stage for each: DP to try an idea, DDP to train, several nodes to produce", each_has_its_stage),
-    (16, "Devices idle under DP", measured.devices_idle_under_dp),
-    (17, "One optimizer under DP, one per process under DDP", one_optimizer_per_process),
+    (1, "DDP is faster than DP on the same devices, more so with more of them", ddp_is_faster, _THREADS),
+    (2, "DDP's speed-up is close to linear", ddp_is_close_to_linear, ""),
+    (3, "DP loads device 0 most; the others hold little", dp_fills_device_0, _THREADS),
+    (4, "Under DDP every device holds a full replica; memory is even", ddp_holds_full_replicas, _ONE_MEMORY),
+    (5, "DDP uses the CPU cores better; DP is one process under the GIL", ddp_uses_the_cores, _THREADS),
+    (6, "The GIL hurts DP most if a model consists of many small operations", lock_hurts_small_layers, _THREADS),
+    (7, "DDP moves less data than DP, and hides part of it behind the backward pass", ddp_moves_less, _ONE_MEMORY),
+    (8, "Replicas under DDP start equal and stay equal", replicas_stay_equal, ""),
+    (10, "DP needs at least one image per device; its chunks can be unequal", dp_needs_a_batch, ""),
+    (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner, ""),
+    (14, "DDP runs on several machines; DP cannot", ddp_spans_machines, ""),
+    (
+        15,
+        "One strategy per stage: DP to try an idea, DDP to train, several nodes in production",
+        each_has_its_stage,
+        "",
+    ),
+    (16, "Devices idle under DP", devices_idle_under_dp, _NVIDIA_ONLY),
 )
 
 
-def weigh_claims(e: Evidence) -> list[Ruling]:
-    hidden = {n: Ruling(UNMEASURED, reason=why) for n, why in _NOT_ON_CPU.items() if e.on_cpu}
-    return [replace(hidden.get(n) or rule(e), number=n, text=text) for n, text, rule in _CLAIMS]
-
-
-def correct(e: Evidence) -> list[Ruling]:
-    """On statements found in articles that are wrong whatever a machine measures. No figure where these runs show none."""
-    ddp, dp = e.finished("ddp"), e.finished("dp")
-    equal = [run for run in ddp if run.result.get("proof.hashes_equal")]
-    replicas = f"all parameters equal on all ranks in {len(equal)} of {len(ddp)} runs" if ddp else ""
-    even = [run.imbalance for run in ddp if run.imbalance is not None and not e.on_cpu]
-    centre = f"under ddp the largest peak memory is at most {max(even):.2f} of the devices' mean" if even else ""
-    ranks = sorted({run.devices for run in ddp if run.nodes == 1})
-    machines = f"runs of {', '.join(map(str, ranks))} ranks on one machine" if ranks else ""
-    peaks = "" if e.on_cpu else measured.peaks(e, "dp")
-    chunks = listing(f"{r.chunk_sizes} on {r.devices} devices" for r in dp if len(set(r.chunk_sizes)) > 1)
-    gloo = {str(r.environment.get("platform") or "") for r in ddp if r.result.get("backend") == "gloo"}
-    windows = listing(f"gloo ran here, on {name}" for name in sorted(gloo) if name.startswith("Windows"))
-    counts = [(r, count) for r in dp + ddp if (count := r.integer("processes")) is not None]
-    processes = listing(f"{r.strategy} × {r.devices}: {n} process{'es' * (n != 1)}" for r, n in counts)
-    steps = [(r, r.config.get("train.accumulate") or 1) for r in e.runs if r.comparable]
-    asked = listing(f"{r.strategy} × {r.devices} with train.accumulate={n}" for r, n in steps if n > 1)
-    found = (
-        ("DDP holds a subset of the model on each machine", "Every rank has all of it; only data are split", replicas),
-        ("DDP shares one model between processes", "Each process has a replica of its own", replicas),
-        ("Rank 0 averages the gradients and broadcasts them", "An all-reduce: all ranks send equal shares", centre),
-        ("DataParallel is multi-process", "One process with one thread per device", processes),
-        ("DP needs equal chunks", "They may differ; only none may be empty", chunks),
-        ("Under DP only device 0 holds the model", "Every device holds a replica while a step runs", peaks),
-        ("DP passes parameters through the CPU", "They are copied from device 0 to the others", ""),
-        ("DP scatters the loss", "It gathers the outputs; gradients flow back through the replicas", ""),
-        ("DDP must have several machines", "One machine is enough: its ranks are processes", machines),
-        ("Windows has no DDP", "torch is built with gloo there; a run on Linux proves nothing", windows),
-        ("NCCL serves Windows", "NCCL is for Linux; on Windows the backend is gloo", ""),
-        ("DDP saves memory by accumulation", "train.accumulate does, in every strategy, if asked for", asked),
-    )
-    return [Ruling(FAILS, figure, truth, text=statement) for statement, truth, figure in found]
+def evaluate_claims(e: Evidence) -> list[ClaimResult]:
+    """Evaluate every claim. Return [] unless both dp and ddp ran, because every claim needs both."""
+    if not e.dp_and_ddp_ran:
+        return []
+    results = []
+    for number, text, rule, not_on_cpu in _CLAIMS:
+        is_hidden = e.on_cpu and not_on_cpu
+        result = ClaimResult(NOT_MEASURABLE, reason=not_on_cpu) if is_hidden else rule(e)
+        results.append(replace(result, number=number, text=text))
+    return results

@@ -1,39 +1,41 @@
-"""Folders -> typed runs. The only part of the report that knows how sweeps and runs lie on disk."""
+"""Read sweep and run folders into RunRecords. No other file of the report knows the folder layout."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from src.engine.analysis.runs import RunRecord
+from src.engine.config.removed import is_obsolete
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_result
-from src.engine.report.measured import RunRecord
 
-# libyaml's, where PyYAML has it: the parser in Python needs 15 ms per config, a minute for a large study.
+# Prefer libyaml's loader: the parser in Python needs 15 ms per config, a minute for a large study.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def collect(folders: list[Path]) -> list[RunRecord]:
-    """All jobs of sweep folders and of single run folders, in order.
+    """Return a RunRecord for each job of sweep folders and for each run folder, in order.
 
-    Errors: ValueError, one line with path and remedy, on a folder that is neither or whose records cannot be read.
+    Raises ValueError, one line with path and fix, for any other folder or for records that cannot be read.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
-    found: dict[Path, RunRecord] = {}
-    # sweeps first: a run that is also given by itself is known as the sweep's job, and once
+    runs: dict[Path, RunRecord] = {}
+    # Sweeps first: a run that is also given separately counts once, as the sweep's job.
     for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
         try:
             for run in _read_folder(folder, root):
-                found.setdefault(run.folder.resolve(), run)
+                runs.setdefault(run.folder.resolve(), run)
         except ValueError as error:
             raise ValueError(f"{error}; restore it or leave the folder out") from None
-    return list(found.values())
+    return list(runs.values())
 
 
 def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
@@ -44,19 +46,20 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
         return [_read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs]
     if (folder / "result.json").is_file():
         return [_read_run(folder, root, None)]
-    raise ValueError(f"{folder}: no jobs.json and no result.json here, so no sweep and no run that has ended")
+    raise ValueError(f"{folder}: no jobs.json and no result.json here; expected a sweep or a run that has ended")
 
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
-    """`job` is None where the folder is a run by itself."""
+    """Read one run folder. `job` is None for a run outside a sweep."""
     result = flat(vars(read_result(folder))) if (folder / "result.json").is_file() else {}
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result and status not in ("waiting", "running"):
         status, reason = result["status"], result["reason"] or reason
     elif not result and status == "done":
-        status, reason = "failed", f"{folder.name}: no result.json, though the sweep calls this job done"
+        status, reason = "failed", f"{folder.name}: no result.json, although jobs.json says done"
     name = os.path.relpath(folder, root)
-    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
+    saved = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
+    config = {key: value for key, value in saved.items() if not is_obsolete(key, value)}
     return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,
@@ -66,14 +69,23 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         block=job.block if job else 0,
         position=job.position if job else None,
         overrides=tuple(job.overrides) if job else (),
+        model_option=_model_option(folder),
         result=result,
         config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
         environment=_read(folder / "environment.json", "JSON", json.loads),
     )
 
 
+def _model_option(folder: Path) -> str:
+    """Return the name of the conf/model file from Hydra's records. Searches the text, because parsing takes 10 ms."""
+    path = folder / ".hydra" / "hydra.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    match = re.search(r"^    choices:\n(?:      .*\n)*?      model: (\S+)$", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Flat; empty where there is no such file."""
+    """Return the contents of a file as flat dotted keys; empty if there is no file."""
     try:
         tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -85,7 +97,7 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"data": {"root": 1}}` -> `{"data.root": 1}`."""
+    """Flatten `{"data": {"root": 1}}` to `{"data.root": 1}`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -1,48 +1,54 @@
-"""What claims are weighed with: the runs and groups of one machine, and the rules that lead from figures to a verdict."""
+"""Evidence for claims: the runs and groups of one machine, and the rules that turn measurements into a verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from src.engine.report.comparison import Group, MeasuredPoint
-from src.engine.report.measured import RunRecord
-from src.engine.report.statistics import FAILS, HOLDS, UNDECIDED, UNMEASURED, Contrast
-from src.engine.report.wording import doubt, listing, times
+from src.engine.analysis.groups import Group, MeasuredPoint
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
+from src.engine.analysis.wording import interval_text, join_short, times, verdict_text
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """A verdict on a claim; without a number it is a statement that is wrong whatever a machine measures."""
+class ClaimResult:
+    """Verdict on a claim. `number` and `text` identify the claim; `runs` are the runs that were measured."""
 
     verdict: str
     figure: str = ""
     reason: str = ""
-    runs: tuple[RunRecord, ...] = ()  # those the figure comes from
+    runs: tuple[RunRecord, ...] = ()
     number: int = 0
     text: str = ""
 
     @property
-    def said(self) -> str:
-        parts = (self.figure, self.reason) if self.number else (self.reason, self.figure)
-        return "; ".join(filter(None, parts))
+    def explanation(self) -> str:
+        return "; ".join(filter(None, (self.figure, self.reason)))
 
 
 @dataclass(frozen=True)
-class Stated:
-    """A contrast, where it was measured, and what it says about a claim."""
+class Comparison:
+    """Contrast (measured ratio) of two points, and the verdict on a claim about it."""
 
-    place: str
+    place: str  # see Evidence.place
     group: Group
     a: MeasuredPoint
     b: MeasuredPoint
     contrast: Contrast
     verdict: str
 
+    @property
+    def doubt(self) -> str:
+        if self.contrast.verdict == INCONCLUSIVE:
+            return f"{self.place}: {verdict_text(self.contrast)}"
+        # The limit of the claim is not 1.
+        return f"{self.place}: the interval contains the limit; more blocks would decide"
+
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs of one hardware, and their groups with contrasts."""
+    """All runs on one kind of hardware, and their groups with contrasts."""
 
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
@@ -51,78 +57,87 @@ class Evidence:
     def on_cpu(self) -> bool:
         return any(group.accelerator == "cpu" for group in self.groups)
 
-    def finished(self, strategy: str) -> list[RunRecord]:
-        """On 2 devices or more."""
-        return [r for r in self.runs if r.comparable and r.strategy == strategy and r.devices > 1]
+    @property
+    def dp_and_ddp_ran(self) -> bool:
+        """True if both strategies have a result on 2 devices or more. A skipped job has none."""
+        ran = {run.strategy for run in self.runs if run.result and run.status != "skipped" and run.devices > 1}
+        return {"dp", "ddp"} <= ran
 
-    def refused(self, words: str) -> list[RunRecord]:
-        """Runs of dp that were skipped for a reason with these words."""
-        return [r for r in self.runs if r.status == "skipped" and r.strategy == "dp" and words in r.reason]
+    def finished(self, strategy: str) -> list[RunRecord]:
+        """Return the comparable runs of a strategy on 2 devices or more."""
+        return [run for run in self.runs if run.comparable and run.strategy == strategy and run.devices > 1]
+
+    def refused(self, reason: str) -> list[RunRecord]:
+        """Return the dp runs that were skipped for a reason that contains this text."""
+        return [run for run in self.runs if run.status == "skipped" and run.strategy == "dp" and reason in run.reason]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
-        """On 2 devices or more."""
-        return [(g, p) for g in self.groups for p in g.points if p.strategy == strategy and p.devices > 1]
+        points = [(group, point) for group in self.groups for point in group.points]
+        return [(group, point) for group, point in points if point.strategy == strategy and point.devices > 1]
 
-    def stated(self, measure: str, strategy: str, over: str) -> list[Stated]:
-        """What was tested of `strategy` on 2 devices or more over another, from few devices to many."""
-        found = [(g, g.named(c.a), g.named(c.b), c) for g in self.groups for c in g.contrasts.get(measure, ())]
-        return [
-            Stated(self.place(g, a), g, a, b, c, c.verdict)
-            for g, a, b, c in found
-            if (a.strategy, b.strategy) == (strategy, over) and a.devices > 1 and c.ratio is not None
-        ]
+    def comparisons(self, measure: str, strategy: str, other: str) -> list[Comparison]:
+        """Return comparisons of `strategy` on 2 or more devices with `other`, in ascending order of devices."""
+        comparisons = []
+        for group in self.groups:
+            for contrast in group.contrasts.get(measure, ()):
+                a, b = group.named(contrast.a), group.named(contrast.b)
+                if (a.strategy, b.strategy) == (strategy, other) and a.devices > 1 and contrast.ratio is not None:
+                    comparisons.append(Comparison(self.place(group, a), group, a, b, contrast, contrast.verdict))
+        return comparisons
 
     def place(self, group: Group, point: MeasuredPoint) -> str:
-        """Its label, and where there are several groups its group's title."""
+        """Return the label of the point, with the title of its group if there are several groups."""
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
     def in_every_run(
         self,
         strategy: str,
-        what: str,
-        fits: Callable[[RunRecord], bool | None],
-        example: Callable[[RunRecord], str] | None = None,
+        statement: str,
+        is_true: Callable[[RunRecord], bool | None],
         failed: Sequence[RunRecord] = (),
         figures: str = "",
-    ) -> Ruling:
-        """Holds if it fits every run of `strategy` that recorded it; what a run counts itself needs no repeats.
+    ) -> ClaimResult:
+        """Check `is_true` in every run of `strategy`: supported if no run gives False. None means not recorded.
 
-        `failed`: runs that ended because it does not fit; `figures`: what is said before the count.
+        This needs no repeats, because such values have no noise. `failed`: runs that ended because it is false.
         """
-        finished = [(run, fit) for run in self.finished(strategy) if (fit := fits(run)) is not None]
-        known = finished + [(run, False) for run in failed]
+        answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(failed, False)
+        known = {run: answer for run, answer in answers.items() if answer is not None}
         if not known:
-            what = f"{strategy} on 2 or more devices that recorded this"
-            return missing(what, f"parallel={strategy} parallel.devices=2")
-        failing = [run.name for run, fit in known if not fit]
-        shown = f"{figures}; " if figures else ""
-        shown += f"{what}: {len(known) - len(failing)} of {len(known)} runs"
-        shown += f" (e.g. {example(finished[0][0])})" if example and finished else ""
-        reason = f"not in run {listing(failing, 6)}" if failing else ""
-        return Ruling(FAILS if failing else HOLDS, shown, reason, tuple(run for run, _ in known))
+            return missing(
+                f"{strategy} on 2 or more devices with these records", f"parallel={strategy} parallel.devices=2"
+            )
+        false_in = [run.name for run, answer in known.items() if not answer]
+        count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
+        figure = "; ".join(filter(None, (figures, count)))
+        if false_in:
+            return ClaimResult(NOT_SUPPORTED, figure, f"not in run {join_short(false_in, 6)}", tuple(known))
+        return ClaimResult(SUPPORTED, figure, "", tuple(known))
 
 
-def missing(what: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> Ruling:
-    return Ruling(UNMEASURED, reason=f"no finished run of {what} here; add {remedy}")
+def missing(runs: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> ClaimResult:
+    return ClaimResult(NOT_MEASURABLE, reason=f"no finished run of {runs} here; add {remedy}")
 
 
-def weigh(found: Sequence[Stated], what: str, rule: str = "", nothing: Ruling | None = None) -> Ruling:
-    """A claim that every contrast must bear out: it fails if one fails, and is undecided if one is.
+def evaluate_claim(
+    comparisons: Sequence[Comparison], unit: str, rule: str = "", otherwise: ClaimResult | None = None
+) -> ClaimResult:
+    """Evaluate a claim: not supported if one comparison fails, else inconclusive if one is, else supported.
 
-    `nothing`: the ruling where there is no contrast.
+    `otherwise`: the result without any comparison.
     """
-    if not found:
-        return nothing or missing("dp and ddp on the same devices in one block")
-    verdicts = {stated.verdict for stated in found}
-    verdict = next((word for word in (FAILS, UNDECIDED, HOLDS) if word in verdicts), UNMEASURED)
-    deciding = [stated for stated in found if stated.verdict == verdict]
-    reason = "most runs were disturbed" if verdict == UNMEASURED else ""
-    if verdict == FAILS and len(verdicts) > 1:
-        reason = f"not for {listing(stated.place for stated in deciding)}"
-    elif verdict == UNDECIDED:
-        limit = "the interval holds the limit; more blocks would tell"  # one other than 1
-        doubts = [doubt(s.contrast) if s.contrast.verdict == UNDECIDED else limit for s in deciding]
-        reason = listing(f"{stated.place}: {words}" for stated, words in zip(deciding, doubts, strict=True))
-    shown = listing(f"{stated.place}: {times(stated.contrast)} {what}" for stated in found)
-    runs = tuple(dict.fromkeys(run for stated in found for run in (*stated.a.runs, *stated.b.runs)))
-    return Ruling(verdict, shown, "; ".join(filter(None, (rule, reason))), runs)
+    if not comparisons:
+        return otherwise or missing("dp and ddp on the same devices in one block")
+    verdicts = {comparison.verdict for comparison in comparisons}
+    verdict = next((v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE)
+    deciding = [comparison for comparison in comparisons if comparison.verdict == verdict]
+    reason = ""
+    if verdict == NOT_MEASURABLE:
+        reason = "most runs were disturbed"
+    elif verdict == NOT_SUPPORTED and len(verdicts) > 1:
+        reason = f"not for {join_short(comparison.place for comparison in deciding)}"
+    elif verdict == INCONCLUSIVE:
+        reason = join_short(comparison.doubt for comparison in deciding)
+    figure = join_short(f"{c.place}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons)
+    runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))
+    return ClaimResult(verdict, figure, "; ".join(filter(None, (rule, reason))), runs)

@@ -1,8 +1,7 @@
-"""Randomised complete blocks: a block runs every point once, in an order drawn anew and with a seed of its own.
+"""Repeats a sweep in blocks: a block runs every configuration once, in a random order and with a different seed.
 
-So a drifting machine favours no point, accuracies are paired within a block and independent between blocks, and what
-blocks differ by can be taken out of a comparison (Fisher 1935, The Design of Experiments). One more run of the baseline
-before the first block and one after the last belong to no block: they warm the machine up, and show how far it drifted.
+So drift of the machine favors none, and accuracies are paired per block (Fisher 1935, The Design of Experiments).
+The baseline also runs before the first block and after the last, to warm the machine up and to measure its drift.
 """
 
 from __future__ import annotations
@@ -10,44 +9,35 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import re
 import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.engine.config.rules import check_values
+from omegaconf import ListConfig, OmegaConf
+
+from src.engine.config.compose import load_config, save_config
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
 from src.engine.sweep.points import Point, freeze_job
 from src.schema import SweepConfig
 
 if TYPE_CHECKING:
-    from src.engine.report.statistics import Contrast
+    from src.engine.analysis.statistics import Contrast
 
-FEWEST = 3  # blocks of sweep.repeats=auto: fewer leave the intervals too few degrees of freedom to be of use
+MIN_BLOCKS = 3  # of sweep.repeats=auto; fewer leave the intervals too few degrees of freedom
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Refuse repeats whose blocks cannot each have a seed of their own."""
-    if settings.repeats == 1:
-        return
-    seeds = {point.config.seed for point in points}
-    if len(seeds) > 1:
-        raise ValueError(
-            f"sweep.repeats={settings.repeats}: block b has the seed + b, but seed is swept; leave one of the two out"
-        )
-    most = settings.max_repeats if settings.repeats == "auto" else int(settings.repeats)
-    check_values(dataclasses.replace(points[0].config, seed=max(seeds) + most - 1))
+    """Refuse sweep.repeats if the sweep also varies the seed."""
+    if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
+        raise ValueError(f"sweep.repeats={settings.repeats}: block b has seed + b, but seed is swept; drop one of them")
 
 
 def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
-    """Write every job's config into its folder, and the list of jobs beside them: nothing changes what is queued any more.
-
-    `order_seed` is drawn unless given.
-    """
+    """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`."""
     repeated = settings.repeats != 1
-    blocks = min(FEWEST, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
+    blocks = min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
     jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
@@ -70,13 +60,13 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
 
 
 def _baseline(jobs: list[Job], points: list[Point]) -> Job:
-    """The job that shows how the machine drifts: the first point with single that can run here, else the first that can."""
+    """Return the job whose repeats measure the machine's drift: the first that can run here, preferably on 1 device."""
     can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
-    return min(can_run, key=lambda pair: pair[1].config.parallel.strategy != "single")[0]
+    return min(can_run, key=lambda pair: not pair[1].config.parallel.has_one_device)[0]
 
 
 def append_block(jobs: Jobs) -> None:
-    """One more block of the points that could run in the first; with `sweep.repeats=auto`, of those that are done."""
+    """Append a block that repeats all jobs that could run in the first one; with sweep.repeats=auto, all done jobs."""
     first = [job for job in jobs.jobs if job.block == 0]
     block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
     again = [job for job in first if job.status in ("waiting", "done")]
@@ -85,37 +75,36 @@ def append_block(jobs: Jobs) -> None:
 
 
 def append_baseline(jobs: Jobs) -> None:
-    """The baseline once more: the last job of a sweep that began with it."""
+    """Append the baseline again as the last job, if the sweep began with it."""
     first = jobs.jobs[0]
     if first.block is None and jobs.jobs[-1].block is not None:
         _append(jobs, [_copy(jobs, first, None, "baseline_last")])
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """True if `sweep.repeats=auto` asks for one more block: an interval that the report states is wider than `precision`.
-
-    All blocks so far must have been recorded.
-    """
-    from src.engine.report.collect import collect  # takes a while to import, and only this needs it
-    from src.engine.report.comparison import group_runs
-    from src.engine.report.decisions import SPEED, with_contrasts
+    """Return True if a confidence interval of the report is wider than `precision`. All jobs so far must have ended."""
+    from src.engine.analysis.contrasts import SPEED, with_contrasts
+    from src.engine.analysis.groups import group_runs
+    from src.engine.report.collect import collect  # slow to import
 
     if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
         return False
     groups = with_contrasts(group_runs(collect([jobs.folder])), settings.smallest_difference)
-    stated = [contrast for one in groups for contrast in one.contrasts[SPEED] if contrast.ratio is not None]
-    return any(_reach(contrast) > settings.precision for contrast in stated)
+    contrasts = [contrast for group in groups for contrast in group.contrasts[SPEED]]
+    return any(_half_width(contrast) > settings.precision for contrast in contrasts)
 
 
-def _reach(contrast: Contrast) -> float:
-    """How far the interval of a ratio reaches from it, as a share of it."""
-    if contrast.ratio is None or contrast.low is None or contrast.high is None:
+def _half_width(contrast: Contrast) -> float:
+    """Return the distance from a ratio to the farther end of its interval, relative to the ratio; 0 if it is None."""
+    if contrast.ratio is None:
+        return 0.0
+    if contrast.low is None or contrast.high is None:
         return math.inf
     return max(contrast.high / contrast.ratio, contrast.ratio / contrast.low) - 1
 
 
 def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
-    """Put `more` at the end; those of a block in the order drawn for it, as written where nothing is shuffled."""
+    """Append `more` jobs as block `block`; in the random order of that block if the sweep is shuffled."""
     if block is not None and jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)
     for job in more:
@@ -124,28 +113,20 @@ def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
 
 
 def _copy(jobs: Jobs, source: Job, block: int | None, subdir: str) -> Job:
-    """A job with an earlier one's frozen files, but for the seed. They are copied: composing again might read edited YAML."""
+    """Return a copy of the job `source` with the seed of `block`. Composing it again might read edited YAML."""
     assert source.seed is not None
     seed = source.seed + (block or 0) - (source.block or 0)
     old, new = jobs.folder / source.folder, claim_folder(jobs.folder / subdir)
-    header, config = (old / "config.yaml").read_text(encoding="utf-8").split("\n", 1)
-    write_text(new / "config.yaml", header.replace(str(old.resolve()), str(new.resolve())) + "\n" + _with(seed, config))
     shutil.copytree(old / ".hydra", new / ".hydra")
     if seed != source.seed:
-        for name, change in (("config", _with), ("overrides", _overriding)):
+        for name in ("config", "overrides"):
             path = new / ".hydra" / f"{name}.yaml"
-            write_text(path, change(seed, path.read_text(encoding="utf-8")))
+            tree = OmegaConf.load(path)
+            if isinstance(tree, ListConfig):
+                tree.append(f"seed={seed}")
+            else:
+                tree.seed = seed
+            write_text(path, OmegaConf.to_yaml(tree))
+    save_config(dataclasses.replace(load_config(old), seed=seed), new)
     name = str(new.relative_to(jobs.folder))
     return Job(0, source.name, name, source.overrides, block, seed, config_hash=config_hash(new / "config.yaml"))
-
-
-def _with(seed: int, config: str) -> str:
-    """The YAML text of a config, with this seed."""
-    text, count = re.subn(r"^seed: \d+$", f"seed: {seed}", config, flags=re.MULTILINE)
-    assert count == 1, config
-    return text
-
-
-def _overriding(seed: int, overrides: str) -> str:
-    """The YAML list of a run's overrides, with this seed as the last."""
-    return ("" if overrides.strip() == "[]" else overrides) + f"- seed={seed}\n"

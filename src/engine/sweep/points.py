@@ -1,11 +1,10 @@
-"""A sweep's command line -> its points, all composed and checked before the first one runs.
-
-Hydra's own launcher composes each job when it starts, so that editing YAML reaches queued jobs, and a misspelt key is
-found an hour late.
-"""
+"""Composes and checks all configurations (points) of a sweep first, so that YAML edits do not change queued jobs."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,46 +13,50 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from src.engine.config.cluster import CODE
-from src.engine.config.combinations import check_combination
-from src.engine.config.compose import Command, compose_command, freeze, read_frozen, to_config
-from src.engine.config.resolve import remarks, resolve
+from src.engine.config.compose import Command, compose_command, load_config, save_config, save_hydra_files, to_config
+from src.engine.config.resolve import notices, resolve
+from src.engine.config.suggest import explain
+from src.engine.config.validate import check_combination
 from src.engine.machine import hardware
-from src.engine.machine.files import claim_folder, write_text
+from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import Job, config_hash
-from src.schema import Config, ResolvedConfig, SearchConfig
+from src.schema import Config, DataConfig, ResolvedConfig, SearchConfig
 
 
 @dataclass
 class Point:
-    """A job that a sweep may run."""
+    """Point: one configuration of a sweep, which one job per block runs."""
 
     overrides: list[str]
     subdir: str  # below the sweep folder
     tree: DictConfig  # as composed, with `hydra`
     config: Config  # resolved, unless it cannot run here
-    reason: str = ""  # why it cannot run here; empty when it can
-    remarks: list[str] = field(default_factory=list)  # what `auto` has decided for it
+    reason: str = ""  # why it cannot run here; empty if it can
+    notices: list[str] = field(default_factory=list)  # choices of `auto` that may surprise
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """The sweep as composed without its swept keys, and its points; of a search, the one that all trials start from."""
+    """Return the sweep's command without swept keys, and its configurations; for a search, the base of all trials."""
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
-    compose = command.loader.load_sweep_config
-    try:
-        points = [make_point(compose(command.tree, own), own, number) for number, own in enumerate(_product(command))]
-    except HydraException as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    points = []
+    product = _product(command)
+    # More take seconds to compose.
+    if len(product) > 50:
+        print(f"composing {len(product)} points …", file=sys.stderr, flush=True)
+    for number, overrides in enumerate(product):
+        try:
+            tree = command.loader.load_sweep_config(command.tree, overrides)
+        except HydraException as error:
+            raise ValueError(explain(error, overrides)) from error
+        points.append(make_point(tree, overrides, number))
     if not points:
-        raise ValueError(f"{' '.join(given(command.tree))}: a swept range holds no number, so there is nothing to run")
+        raise ValueError(f"{' '.join(task_overrides(command.tree))}: a swept range is empty, so no job would run")
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
-        raise ValueError(
-            "cluster=kubernetes: a sweep runs its jobs here or as a job array of Slurm; submit runs one by one"
-        )
+        raise ValueError("cluster=kubernetes: a sweep runs locally or as a Slurm job array; submit runs one by one")
     if schedulers == {"local"}:
         _share_threads([point.config for point in points])
     for point in points:
@@ -61,92 +64,116 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     return command, points
 
 
+def check_jobs_data(configs: Sequence[Config], check_data: Callable[[DataConfig], None]) -> None:
+    """Check the data of each distinct data config, for jobs on this machine. A cluster's jobs do so when they start."""
+    checked: list[DataConfig] = []
+    for config in configs:
+        if config.cluster.scheduler == "local" and config.data not in checked:
+            check_data(config.data)
+            checked.append(config.data)
+
+
 def settle(point: Point) -> None:
-    """Resolve the point's config for this machine, or record why it cannot run here."""
+    """Replace `auto` in the point's config for this machine, or record in the point why it cannot run here."""
     try:
         check_combination(point.config)
-        asked, point.config = point.config, resolve(point.config)
-        point.remarks = remarks(asked, point.config)
+        config, point.config = point.config, resolve(point.config)
+        point.notices = notices(config, point.config)
     except ValueError as error:
         point.reason = hide(str(error))
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
-    """The point that a composed tree is."""
+    """Return the point (configuration of a sweep) for a composed tree."""
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
-        raise ValueError(f"hydra.sweep.subdir={subdir}: must lie below the sweep folder")
+        raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
     config = to_config(tree)
-    config.search = SearchConfig()  # a job is no search: its config.yaml runs again without -m
+    # A job does not search, so its config.yaml runs without -m.
+    config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write the job's config into a run folder of its own below the sweep's `folder`, unless it cannot run here."""
+    """Write the job's config into a new run folder below the sweep's `folder`, unless it cannot run here."""
     if point.reason:
         job.status, job.reason = "skipped", point.reason
         return
-    run_folder = claim_folder(folder / job.folder)  # hydra.sweep.subdir may name two jobs alike
+    # hydra.sweep.subdir may give two jobs the same name.
+    run_folder = claim_folder(folder / job.folder)
     job.folder = str(run_folder.relative_to(folder))
-    freeze(point.config, run_folder)
-    _save_hydra_files(point.tree, run_folder)
+    save_job_files(point, run_folder)
     job.config_hash = config_hash(run_folder / "config.yaml")
 
 
 @cache
 def frozen_config(folder: Path) -> ResolvedConfig:
-    """The config that `freeze_job` wrote into a run folder, read once."""
-    return read_frozen(folder)
+    """Return the config that `freeze_job` wrote into a run folder, read once."""
+    return load_config(folder)
 
 
-def _save_hydra_files(tree: DictConfig, folder: Path) -> None:
-    """`.hydra/` of a job of a sweep, as Hydra writes it for a run: config, its own settings, overrides."""
-    hydra = OmegaConf.masked_copy(tree, ["hydra"])
-    task = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    for name, part in (("config", task), ("hydra", hydra), ("overrides", tree.hydra.overrides.task)):
-        write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
+def save_job_files(point: Point, folder: Path) -> None:
+    """Write `.hydra/`, then config.yaml, which takes references from it."""
+    save_hydra_files(point.tree, folder)
+    save_config(point.config, folder)
 
 
-def given(tree: DictConfig) -> list[str]:
-    """The overrides as they were written; read one by one, OmegaConf would put in what `${…}` stands for."""
-    overrides = OmegaConf.to_container(tree.hydra.overrides.task)
-    assert isinstance(overrides, list)
+def task_overrides(tree: DictConfig) -> list[str]:
+    """Return the command-line overrides in a composed tree as written, with unresolved `${…}`."""
+    overrides: Any = OmegaConf.to_container(tree.hydra.overrides.task)
     return [str(override) for override in overrides]
 
 
 def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
-    """The keys that the command line sets. Refused for a resumed sweep, unless among `keys`, or shell code, which no file holds."""
-    set_here = {override.lstrip("+").partition("=")[0] for override in given(command.tree)}
-    if changed := sorted(set_here.difference(("sweep.resume", *keys, *(f"cluster.{key}" for key in CODE)))):
-        raise ValueError(f"{changed[0]}: what goes on keeps its settings (sweep.resume={folder}); leave it out")
-    return set_here
+    """Return the keys that a resumed sweep's command line sets. Raises ValueError for a key that is not in `keys`."""
+    keys_set = {override.lstrip("+").partition("=")[0] for override in task_overrides(command.tree)}
+    if changed := sorted(keys_set.difference(("sweep.resume", *keys))):
+        raise ValueError(f"{changed[0]}: a resumed sweep keeps its settings (sweep.resume={folder}); leave it out")
+    return keys_set
 
 
 def _product(command: Command) -> list[list[str]]:
-    """The overrides of each point: the swept keys of `hydra.sweeper.params` and of the command line, multiplied out."""
+    """Return the overrides of each point: all combinations of the keys swept in hydra.sweeper.params and overrides."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     swept = [f"{key}={value}" for key, value in (command.tree.hydra.sweeper.get("params") or {}).items()]
-    overrides = OverridesParser.create(config_loader=command.loader).parse_overrides([*swept, *given(command.tree)])
-    if command.config.search.sampler is not None:  # its swept keys are the search's
+    overrides = OverridesParser.create(config_loader=command.loader).parse_overrides(
+        [*swept, *task_overrides(command.tree)]
+    )
+    # The swept keys of a search are its space.
+    if command.config.search.sampler is not None:
         return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
+    for override in overrides:
+        _check_listed(override)
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
 
 
+def _check_listed(override: Any) -> None:
+    """Refuse a swept key whose values are an interval (only a search takes one) or contain the same value twice."""
+    if not override.is_sweep_override():
+        return
+    key, text = override.key_or_group, override.input_line
+    if override.is_interval_sweep():
+        raise ValueError(f"{text}: an interval requires a search; add search=optuna, or list values: {key}=a,b")
+    for value, count in Counter(override.sweep_string_iterator()).items():
+        if count > 1:
+            raise ValueError(f"{text}: has {key}={value} twice; to repeat jobs with other seeds use sweep.repeats=N")
+
+
 def _share_threads(configs: list[Config]) -> None:
-    """Give all CPU points the same threads per device, else the thread defaults decide the comparison."""
+    """Give all CPU configs the same threads per device; different defaults would bias their comparison."""
     on_cpu: list[Config] = []
-    most = 1
+    devices = 1
     for config in configs:
         with suppress(ValueError):  # cannot run here
             resolved = resolve(config).parallel
             if resolved.accelerator == "cpu":
                 on_cpu.append(config)
-                most = max(most, resolved.devices)
+                devices = max(devices, resolved.devices)
     for config in on_cpu:
         if config.parallel.threads_per_device == "auto":
-            config.parallel.threads_per_device = max(1, hardware.cores() // most)
+            config.parallel.threads_per_device = max(1, hardware.cores() // devices)

@@ -1,115 +1,100 @@
-"""A sweep: every point is frozen first, then each runs in processes of its own, in blocks where repeated; then the report."""
+"""A sweep: saves the config of every job, runs the jobs, in blocks if they are repeated, and writes the report."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from src.engine.config.cluster import with_code
-from src.engine.config.compose import Command, read_frozen
-from src.engine.launch.slurm import check_scheduler
+from src.engine.cluster.slurm import check_scheduler
+from src.engine.config.compose import Command, load_config
+from src.engine.jobs.devices import jobs_at_a_time
+from src.engine.jobs.local_job import sync_from_result
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
-from src.engine.sweep.board import show_points
-from src.engine.sweep.child import read_end
-from src.engine.sweep.devices import jobs_at_a_time
-from src.engine.sweep.points import Point, expand, keys_that_may_change
+from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
+from src.engine.sweep.rebuild import check_folders
 from src.engine.sweep.runner import Runner
-from src.engine.sweep.space import FROZEN
 from src.schema import Config, DataConfig
 
 
-def run_sweep(arguments: Any, training_size: Callable[[DataConfig], int | None]) -> int:
-    """Run, resume or only show the sweep of a command line. Returns the exit code.
-
-    `training_size` tells how many training images there are, for the plan that a dry run shows.
-    """
-    command, points = expand(arguments)
-    settings = command.config.sweep
-    earlier = None if settings.resume is None else Path(settings.resume)
-    if earlier is None:  # else these points are not what runs
-        for line in dict.fromkeys(line for point in points for line in point.remarks):
-            print(line, flush=True)
-    if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
-        from src.engine.sweep.search import resume_search, start_search
-
-        return start_search(command, points[0]) if earlier is None else resume_search(earlier, command)
-    if settings.dry_run and earlier is None:
-        show_points(points, training_size)
-        return 0
-    jobs, most, configs = _new(command, points) if earlier is None else _reopened(earlier, command)
-    if configs and configs[0].cluster.scheduler == "slurm":
-        from src.engine.sweep.array import submit_array
-
-        return submit_array(jobs, most, configs, is_new=earlier is None)
-    return Sweep(jobs, most).run()
-
-
-def _new(command: Command, points: list[Point]) -> tuple[Jobs, int | None, list[Config]]:
-    """A sweep with all of its jobs frozen, how many run at a time, and their configs."""
-    settings = command.config.sweep
-    if all(point.reason for point in points):
+def start_sweep(command: Command, points: list[Point]) -> int:
+    """Save the configs of all jobs of a new sweep, then run the jobs. Return the exit code."""
+    settings, cluster = command.config.sweep, command.config.cluster
+    configs = [point.config for point in points if not point.reason]
+    if not configs:
         raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
     check_blocks(points, settings)
-    configs = [point.config for point in points if not point.reason]
-    if command.config.cluster.scheduler != "local":
+    if cluster.scheduler != "local":
         if settings.repeats == "auto":
-            raise ValueError("sweep.repeats=auto: a job array is submitted whole; give a number")
+            raise ValueError("sweep.repeats=auto: all tasks of a job array are submitted at once; set a number")
         if any(config.cluster != configs[0].cluster for config in configs):
-            raise ValueError(
-                "cluster: the tasks of one array are of one size; sweep over cluster.* by a command for each"
-            )
-    most = jobs_at_a_time("sweep.jobs", settings.jobs, configs, command.config)
-    check_scheduler(command.config.cluster)
+            raise ValueError("cluster: all tasks of a job array have the same size; start a sweep for each size")
+    max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
+    check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
-    return freeze_jobs(folder, points, settings), most, configs
+    try:
+        jobs = freeze_jobs(folder, points, settings)
+    except BaseException:  # also Ctrl-C: without jobs.json, the sweep could not be resumed
+        shutil.rmtree(folder)
+        raise
+    return _run(jobs, max_jobs, configs[0], is_new=True)
 
 
-def _reopened(folder: Path, command: Command) -> tuple[Jobs, int | None, list[Config]]:
-    """An earlier sweep, with what is missing or has failed to be run (again); frozen configs stay as they were."""
+def resume_sweep(folder: Path, command: Command, check_data: Callable[[DataConfig], None]) -> int:
+    """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the exit code."""
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
     for job in jobs.jobs:
-        read_end(job, folder / job.folder)
-    again = [job for job in jobs.jobs if job.status in (*UNFINISHED, *FAILED)]
+        sync_from_result(job, folder / job.folder)
+    check_folders(jobs)
     configs: list[Config] = []
-    for job in again:
-        config = read_frozen(folder / job.folder)
-        config.cluster = with_code(config.cluster, command.config.cluster)
-        configs.append(config)
-        job.wait_again()
+    for job in jobs.jobs:
+        if job.status in (*UNFINISHED, *FAILED):
+            configs.append(load_config(folder / job.folder))
+            job.reset()
     jobs.status = "running"
     first = configs[0] if configs else command.config
-    asked = command.config.sweep.jobs if "sweep.jobs" in keys else first.sweep.jobs
-    return jobs, jobs_at_a_time("sweep.jobs", asked, configs, first), configs
+    max_jobs = jobs_at_a_time("sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first)
+    check_jobs_data(configs, check_data)
+    return _run(jobs, max_jobs, first, is_new=False)
+
+
+def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
+    if config.cluster.scheduler == "slurm":
+        from src.engine.jobs.slurm_array import submit_array
+
+        return submit_array(jobs, max_jobs, config, is_new)
+    return Sweep(jobs, max_jobs).run()
 
 
 class Sweep(Runner):
-    """Runs the waiting jobs of a sweep. A job that fails is a row; a signal ends the jobs under way and the sweep."""
+    """Runs the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
 
-    def __init__(self, jobs: Jobs, most: int | None = 1) -> None:
-        """`most`: jobs at a time; None: as many as there are devices for."""
-        super().__init__(jobs, most)
-        self.settings = read_frozen(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
-        # Where jobs are timed, importing beside the first one would slow its start down.
+    def __init__(self, jobs: Jobs, max_jobs: int | None = 1) -> None:
+        """`max_jobs`: concurrent jobs; None: limited by devices only."""
+        super().__init__(jobs, max_jobs)
+        self.settings = load_config(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
+        # An import would slow down the start of a timed job.
         self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
 
     def waiting(self) -> list[Job]:
-        """With `sweep.repeats=auto`, once all have ended, also those of one more block, as long as the report needs one."""
+        """Return the waiting jobs. With sweep.repeats=auto, append a block if the report is not precise enough yet."""
         if self.settings.repeats == "auto" and self.jobs.have_ended:
             more = append_block if wants_block(self.jobs, self.settings) else append_baseline
             more(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 
     def _close(self) -> int:
-        """Report, last lines, exit code."""
         from src.engine.report.report import write_report
 
         report = write_report([self.jobs.folder])
         print(f"sweep        {self.jobs.counts()}")
+        for job in self.jobs.jobs:
+            if job.status == "skipped":
+                print(f"skipped      {job.name}: {job.reason}")
         print(f"report       {report}")
         if self.stopped_by is not None:
             return self._say_stopped(self.stopped_by)

@@ -1,16 +1,16 @@
-"""Imported by every Python process that has this folder on PYTHONPATH: the rank that FAULT names has an accident.
+"""Cause a fault in the rank that FAULT names. Every Python process with this folder on PYTHONPATH imports this file.
 
-FAULT is `<kind>:<rank>:<step>:<phase>`, rank `*` for all; FAULT_MARK is a file that gets the time of the accident.
+FAULT is `<kind>:<rank>:<step>:<phase>`, with rank `*` for all ranks. The time of the fault is written to FAULT_MARK.
 """
 
 import os
 import signal
 import time
 
-from src.engine.machine import pulse as life
+from src.engine.faults import liveness as life
 
 kind, rank, step, phase = os.environ["FAULT"].split(":")
-beat = life.pulse.at
+beat = life.liveness.at
 
 
 def accident() -> None:
@@ -42,8 +42,8 @@ def at(now: int) -> None:
     mine = rank in ("*", os.environ.get("RANK", "0"))
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     due = os.environ.get("FAULT_AGAIN") if again else step  # a restarted run has none, unless told
-    if mine and str(life.pulse.step) == due and life.PHASES[now] == phase:
+    if mine and str(life.liveness.step) == due and life.PHASES[now] == phase:
         accident()
 
 
-life.pulse.at = at
+life.liveness.at = at

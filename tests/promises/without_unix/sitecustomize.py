@@ -1,6 +1,6 @@
-"""Imported by every Python process that has this folder on PYTHONPATH: what Windows lacks is hidden from this project.
+"""Hide names that Windows lacks from this project, in every Python process with this folder on PYTHONPATH.
 
-Modules are hidden from src/ alone, because torch and psutil on Linux import them for themselves.
+Modules are hidden from src/ only, because torch and psutil on Linux need them.
 """
 
 import builtins

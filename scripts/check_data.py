@@ -1,0 +1,55 @@
+"""Check a dataset before training on it.
+
+    python scripts/check_data.py data=folder data.root=/data/flowers
+    python scripts/check_data.py data=csv data.root=/data/flowers/labels.csv data.val_fraction=0.2 page=flowers.html
+
+Finds unreadable images, exact duplicates within a split and across splits, equal images with different labels, and classes
+without an image in a split. Shows class counts, sizes and modes. Takes train.py's keys. Exit code: 0 no problem, 1 problems, 2
+the request is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+
+from src.engine.config.arguments import CommandLine, errors_in_one_line
+
+
+@errors_in_one_line
+def main(argv: list[str]) -> int:
+    parser = CommandLine(__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    parser.add_argument("--output", type=Path, help="JSON file with everything")
+    parser.add_argument("--page", type=Path, help="HTML file with thumbnails of problems and of each class")
+    arguments = parser.parse_intermixed_args(argv)
+    for option, path in (("output", arguments.output), ("page", arguments.page)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{option}={path}: is a folder; expected a file to write")
+
+    from src.data.check import check_data
+    from src.data.datasets import build_dataset
+    from src.engine.config.arguments import parse_command_line
+    from src.engine.config.compose import compose_command
+    from src.engine.data.image_check import check_images, show, write_page
+    from src.engine.machine.files import write_json
+
+    config = compose_command(parse_command_line(arguments.overrides)).config
+    # Missing files of a CSV are reported with the unreadable ones.
+    if config.data.name != "csv":
+        check_data(config.data)
+    dataset = build_dataset(config.data, multilabel=config.train.task == "multilabel")
+    report = check_images(dataset)
+    show(report)
+    if arguments.output is not None:
+        write_json(arguments.output, {"format": 1, **asdict(report)})
+    if arguments.page is not None:
+        write_page(report, dataset, arguments.page)
+    return 1 if report.has_problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

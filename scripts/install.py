@@ -1,0 +1,63 @@
+"""Install a requirements file into the environment that runs this script: with uv, or with pip if uv fails.
+
+    .venv/bin/python scripts/install.py requirements.txt
+
+uv takes a third of pip's time for the same pins. It compiles what it installs, as pip does: with PYTHONDONTWRITEBYTECODE,
+which many images set, every process would otherwise compile torch and timm again, which takes longer than importing them.
+uv does not read pip's settings (a mirror in pip.conf, PIP_INDEX_URL), so this script passes them on.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+# pip's setting -> uv's variable, and the separator of several values.
+UV_NAMES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+
+
+def main(requirements: str) -> int:
+    """Install a requirements file with uv, or else pip. Return the exit code of the last installer."""
+    print(f"installing {requirements} (minutes and about 6 GB for the first one)", flush=True)
+    pin = re.search(r"^uv==\S+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pin is not None
+    if subprocess.run([*PIP, "install", pin.group()], check=False).returncode == 0:
+        listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+        uv += ["--compile-bytecode", "-r", requirements]
+        if subprocess.run(uv, env={**settings_for_uv(listed), **os.environ}, check=False).returncode == 0:
+            return 0
+        print("uv failed; trying pip", flush=True)
+    return subprocess.run([*PIP, "install", "-r", requirements], check=False).returncode
+
+
+def settings_for_uv(listed: str) -> dict[str, str]:
+    """Convert the output of `pip config list`, such as `global.index-url='https://…'`, to variables of uv."""
+    variables: dict[str, str] = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        name = key.rpartition(".")[2]
+        if name in UV_NAMES:
+            variable, separator = UV_NAMES[name]
+            values = str(ast.literal_eval(value)).split()
+            variables[variable] = separator.join(filter(None, [variables.get(variable, ""), *values]))
+    # As pip: the best version of any index.
+    if "UV_INDEX" in variables:
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return variables
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""Build the documentation site in site/: `make docs`, or `python scripts/maintain/site.py [<sweep folder>]`.
+
+Pages link to each other as GitHub needs it: README.md to docs/x.md, and pages to ../README.md. So a copy is built, in
+which all pages lie in one folder. The sample report has invented figures unless a sweep's folder is given. A broken link
+fails the build.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.maintain.sample_report import ROOT, write_sample
+
+AT_ROOT = {"README.md": "index.md", "README.zh-CN.md": "README.zh-CN.md"}
+AT_ROOT |= {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+SAMPLE = """# A sample report
+
+This is the page that a sweep ends with, on **invented figures** of eight GPUs:
+<a href="sample_report/report.html">open the report</a>.
+"""
+
+
+NOTICE = '<p style="background:#ffe0c2;color:#1f2328;padding:.6em">A sample with invented figures: no machine measured them.</p>'
+
+
+def collect_pages(target: Path) -> None:
+    """Copy all documentation pages into one folder, and adapt their links to it."""
+    shutil.copytree(ROOT / "docs", target)
+    for name, copied in AT_ROOT.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (target / copied).write_text(re.sub(r"\]\(docs/", "](", text), encoding="utf-8")
+    for page in target.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", text)
+        page.write_text(re.sub(r"\]\(\.\./", "](", text), encoding="utf-8")
+
+
+def add_sample(target: Path, sweep: Path | None) -> None:
+    """Add the report of `sweep`, by default the sample, and the files that it links to."""
+    if sweep is None:
+        write_sample(target / "sample_report")
+        (target / "sample_report.md").write_text(SAMPLE, encoding="utf-8")
+    else:
+        shutil.copytree(sweep, target / "sample_report", ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
+        (target / "sample_report.md").write_text(SAMPLE.replace("invented figures** of eight GPUs", "a real sweep**"))
+    # Markdown that the site would take for a page of its own
+    for page in (target / "sample_report").rglob("*.md"):
+        page.unlink()
+    if sweep is None:
+        report = target / "sample_report" / "report.html"
+        text = report.read_text(encoding="utf-8")
+        assert "<body>" in text
+        report.write_text(text.replace("<body>", f"<body>\n{NOTICE}"), encoding="utf-8")
+
+
+def build(target: Path, sweep: Path | None = None, extra: str = "") -> int:
+    """Build the site in `target`, with `extra` text on the first page. Return the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        pages = Path(folder) / "docs"
+        collect_pages(pages)
+        with open(pages / "index.md", "a", encoding="utf-8") as file:
+            file.write(extra)
+        add_sample(pages, sweep)
+        shutil.copy(ROOT / "mkdocs.yml", folder)
+        # Not --quiet: it would hide the warnings that --strict counts.
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+def main(arguments: list[str]) -> int:
+    code = build(ROOT / "site", Path(arguments[0]) if arguments else None)
+    if code == 0:
+        print("site/index.html is built; with search: python -m http.server --directory site")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

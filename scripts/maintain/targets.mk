@@ -1,0 +1,27 @@
+.PHONY: bench gpu-wheels gpu-check docs docs-figures docs-outputs fork
+
+bench: $(VENV)/runtime ## measure train.py against a hand-written loop on this machine (ARGS="--rounds 5")
+	$(BIN)/python scripts/maintain/bench.py $(ARGS)
+
+gpu-wheels: $(VENV)/development ## copy to .gpu-wheels/ the packages that a GPU machine without a package index may lack
+	$(BIN)/python scripts/maintain/gpu_wheels.py
+
+gpu-check: ## check what needs a CUDA device, in under 9 minutes (BIN=/usr/bin: its python has torch)
+	PYTHONPATH=$(CURDIR)/.gpu-wheels:$(PYTHONPATH) $(firstword $(wildcard $(BIN)/python $(BIN)/python3) $(PYTHON)) \
+		scripts/maintain/gpu_check.py
+
+docs: $(VENV)/docs ## build the documentation site: site/index.html (ARGS=<sweep folder> for its sample report)
+	$(BIN)/python scripts/maintain/site.py $(ARGS)
+
+docs-figures: $(VENV)/runtime ## draw the figures of docs/ again
+	$(BIN)/python scripts/maintain/docs_figures.py
+
+docs-outputs: $(VENV)/runtime ## run the commands whose output the pages show, and refresh it (ARGS=docs/resume.md)
+	$(BIN)/python scripts/maintain/docs_outputs.py $(ARGS)
+
+fork: ## make this clone your project (NAME=my_project HOLDER="Ada Example" DROP_DEMO=1)
+	$(PYTHON) scripts/maintain/fork.py "$(NAME)" $(if $(HOLDER),--holder "$(HOLDER)") $(if $(DROP_DEMO),--drop-demo)
+
+$(VENV)/docs: requirements-docs.txt $(VENV)/runtime
+	$(BIN)/python scripts/install.py requirements-docs.txt
+	touch $@

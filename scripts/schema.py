@@ -1,0 +1,143 @@
+"""Generate conf/schema.json (for editors) and the tables of docs/keys.md from src/schema.py.
+
+    python scripts/schema.py            (make schema)
+
+With conf/schema.json, editors complete and explain keys in YAML and underline wrong ones. Files in .vscode/ point from each
+group of conf/ to its part. Hydra reads none of these files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from src.engine.config.compose import CONF
+from src.schema import Config, leaves
+
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+# ${other.key}, or ??? for a value that the command line must give.
+REFERENCE = {"type": "string", "pattern": r"^(\$\{.+\}|\?\?\?)$"}
+# Bound in the metadata of a key -> its name in JSON Schema, and its sign in the tables.
+BOUNDS = {"ge": ("minimum", ">="), "gt": ("exclusiveMinimum", ">"), "le": ("maximum", "<=")}
+PAGE = "docs/keys.md"
+MARK = "<!-- `make schema` writes everything below this line from src/schema.py. -->\n"
+
+
+def groups() -> dict[str, Any]:
+    """Map the name of each config group to its dataclass."""
+    factories = {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
+    return {name: factory for name, factory in factories.items() if dataclasses.is_dataclass(factory)}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a whole config. Its `$defs/<group>` is the schema of a group's YAML file."""
+    whole = _object(Config)
+    whole["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
+    parts = {}
+    for group, group_class in groups().items():
+        whole["properties"][group] = {"$ref": f"#/$defs/{group}"}
+        parts[group] = _object(group_class)
+    for part in parts.values():
+        part["properties"]["defaults"] = {"type": "array"}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **whole, "$defs": parts}
+
+
+def _object(group_class: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(group_class)
+    keys = {field.name: _key(field, hints[field.name]) for field in dataclasses.fields(group_class)}
+    return {"type": "object", "description": group_class.__doc__, "additionalProperties": False, "properties": keys}
+
+
+def _key(field: Any, hint: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(hint):
+        return _object(hint)
+    if choices := field.metadata.get("choices"):
+        values = [*choices, None] if type(None) in _parts(hint) else [*choices]
+        allowed: list[dict[str, Any]] = [{"enum": values}]
+    else:
+        bounds = {BOUNDS[name][0]: bound for name, bound in _bounds(field)}
+        allowed = [_type(part, bounds) for part in _parts(hint)]
+    return {"description": field.metadata.get("help"), "anyOf": [*allowed, REFERENCE], "default": _default(field)}
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _bounds(field: Any) -> list[tuple[str, float]]:
+    """Return the bounds of a config key as pairs (bound name, number), e.g. ('ge', 0)."""
+    return [(name, field.metadata[name]) for name in BOUNDS if field.metadata.get(name) is not None]
+
+
+def _type(hint: Any, bounds: dict[str, Any]) -> dict[str, Any]:
+    origin = typing.get_origin(hint)
+    if hint is type(None):
+        return {"type": "null"}
+    if origin is list:
+        return {"type": "array", "items": {"type": TYPES[typing.get_args(hint)[0]]}}
+    if origin is dict:
+        return {"type": "object"}
+    if hint is Any:
+        return {}
+    return {"type": TYPES[hint], **(bounds if hint in (int, float) else {})}
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def page() -> str:
+    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below it."""
+    written = (CONF.parent / PAGE).read_text(encoding="utf-8").partition(MARK)[0]
+    tables = [_table("", Config), *(_table(group, group_class) for group, group_class in groups().items())]
+    return "\n".join([written + MARK, *tables])
+
+
+def _table(group: str, group_class: Any) -> str:
+    lines = [f"### {group or 'Without a group'}", "", group_class.__doc__, ""]
+    lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    for key, value, field in leaves(Config()):
+        if key.rpartition(".")[0].partition(".")[0] == group:
+            kind = field.type.replace("dict[str, Any]", "dict").replace("None", "null").replace(" | ", " or ")
+            default = value if isinstance(value, str) else json.dumps(value)
+            lines.append(f"| `{key}` | {kind} | {default} | {_allowed(field)} | {field.metadata.get('help')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _allowed(field: Any) -> str:
+    choices = [text if isinstance(text, str) else json.dumps(text) for text in field.metadata.get("choices", ())]
+    allowed = [", ".join(choices)] if choices else [f"{BOUNDS[name][1]} {bound}" for name, bound in _bounds(field)]
+    if _bounds(field) and "str" in field.type:
+        allowed.append("auto")
+    if strategy := field.metadata.get("only"):
+        allowed.append(f"{strategy} only")
+    return "; ".join(allowed)
+
+
+def files() -> dict[str, str]:
+    """Map the path of each generated file, from the project's root, to its text."""
+    parts: dict[str, Any] = {"conf/schema.json": schema()}
+    folders = ("", "experiment/", "debug/", "local/")
+    globs = {"./conf/schema.json": [f"conf/{folder}*.yaml" for folder in folders]}
+    for group in groups():
+        if (CONF / group).is_dir():
+            path = f".vscode/schemas/{group}.json"
+            parts[path] = {"$ref": f"../../conf/schema.json#/$defs/{group}"}
+            globs[f"./{path}"] = [f"conf/{group}/*.yaml"]
+    parts[".vscode/settings.json"] = {"yaml.schemas": globs, "python.testing.pytestEnabled": True}
+    return {PAGE: page(), **{path: json.dumps(value, indent=1) + "\n" for path, value in parts.items()}}
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        (CONF.parent / path).parent.mkdir(parents=True, exist_ok=True)
+        (CONF.parent / path).write_text(text, encoding="utf-8")

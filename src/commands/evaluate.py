@@ -1,0 +1,135 @@
+"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Exact at any world size."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from torch import nn
+
+from src.engine.data.folder import class_difference
+from src.engine.data.loader import Loader
+from src.engine.machine.files import write_text
+from src.engine.machine.ranks import Ranks
+from src.engine.metric import Metric
+from src.engine.parallel.strategy import Strategy
+from src.engine.runtime import checkpoint
+from src.engine.runtime.determinism import use_deterministic_algorithms
+from src.engine.runtime.evaluation import Evaluation, evaluate
+from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
+from src.engine.runtime.replica_checks import measured_world_size
+from src.models.weights import load_weights
+from src.parallel import build_strategy
+from src.schema import ResolvedConfig
+from src.train.build import build_evaluation
+from src.train.losses import find_loss
+from src.train.metrics import details, metrics_of
+from src.train.step import AUTOCAST, Autocast
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# Keys of data that prepare evaluation images.
+PREPARATION = ("mean", "std", "crop_pct", "interpolation")
+
+
+def evaluate_config(
+    config: ResolvedConfig,
+    folder: Path | None,
+    split: str,
+    which: str | None,
+    ranks: Ranks,
+    store: Store | None,
+    predictions: Path | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Evaluate raw weights, and averaged ones if present. Yield (split, metrics) for `split` (val, test or all).
+
+    `which` checkpoint of `folder`: best, last or a file; None: as result.json names. No folder: the model's weights.
+    `predictions`: a CSV file that gets a line per image.
+    """
+    if config.train.deterministic:
+        use_deterministic_algorithms()
+    with ExitStack() as on_close:
+        strategy = build_strategy(config.parallel, ranks, store)
+        on_close.callback(strategy.close)
+        path: Path | None = None
+        contents: dict[str, Any] = {}
+        if folder is not None:
+            path, contents = checkpoint.load_from_run(folder, which)
+            _prepare_as_trained(config, contents)
+        built = build_evaluation(config, strategy, contents.get("classes"))
+        dataset, model, loaders = built.dataset, built.model, built.loaders
+        for loader in loaders.values():
+            on_close.callback(loader.close)
+        if config.model.weights is not None:
+            line = load_weights(model, Path(config.model.weights), dataset.class_names, for_evaluation=True)
+            if strategy.is_first:
+                print(f"weights      {line}", file=sys.stderr)
+        elif folder is None:
+            _check_head(config, model, len(dataset.class_names))
+        elif contents.get("classes", dataset.class_names) != dataset.class_names:
+            difference = class_difference(contents["classes"], dataset.class_names)
+            raise ValueError(f"data: its classes are not those that {folder} was trained on ({difference})")
+        if split not in ("all", *loaders):
+            raise ValueError(f"split={split}: this data has no such split; it has {', '.join(loaders)}")
+        chosen = list(loaders) if split == "all" else [split]
+        tables: list[pd.DataFrame] = []
+        for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
+            if contents:
+                checkpoint.fill(model, contents, weights)
+            evaluation = _evaluate_split(config, strategy, model, loaders[name], predictions is not None)
+            if predictions is not None and strategy.is_first:
+                probabilities = find_loss(config.train.loss).probabilities
+                rows = prediction_table(evaluation, getattr(dataset, name), dataset.class_names, probabilities)
+                tables.append(rows.assign(split=name, weights=weights))
+            source = {"checkpoint": str(path), "weights": weights} if contents else {"model": config.model.name}
+            world_size = measured_world_size(strategy)
+            yield name, {**source, "world_size": world_size, **evaluation.numbers, **details(evaluation)}
+        if predictions is not None and tables:
+            write_text(predictions, pd.concat(tables).to_csv(index=False, float_format="%.6f", lineterminator="\n"))
+
+
+def _evaluate_split(
+    config: ResolvedConfig, strategy: Strategy, model: nn.Module, loader: Loader, keep_rows: bool
+) -> Evaluation:
+    loss, task = find_loss(config.train.loss), config.train.task
+    metrics = metrics_of(task)
+    if task == "classification":
+        metrics = metrics | {"ece": Metric(partial(count_by_confidence, loss.probabilities), calibration_error)}
+    evaluation = evaluate(
+        strategy.for_evaluation(Autocast(model, strategy.device.type, AUTOCAST[config.train.precision])),
+        loader,
+        metrics,
+        loss.of_images,
+        strategy.group,
+        num_classes=loader.fetcher.num_classes,
+        keep_rows=keep_rows,
+        multilabel=task == "multilabel",
+    )
+    # None only if a stop was requested.
+    assert evaluation is not None
+    return evaluation
+
+
+def _prepare_as_trained(config: ResolvedConfig, contents: dict[str, Any]) -> None:
+    """Set the preprocessing keys to the values of the checkpoint's run, unless the command sets them."""
+    for key in PREPARATION:
+        if getattr(config.data, key) is None and key in contents.get("preprocessing", {}):
+            value = contents["preprocessing"][key]
+            setattr(config.data, key, list(value) if isinstance(value, tuple) else value)
+
+
+def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
+    """Raise ValueError for weights with a different number of classes, because timm would create a random head."""
+    trained_classes = getattr(model, "pretrained_cfg", {}).get("num_classes")
+    if trained_classes != classes:
+        raise ValueError(
+            f"model.name={config.model.name}: its weights are for {trained_classes} classes, the data has {classes}; "
+            "train it on the data first, and give run=<run folder>"
+        )

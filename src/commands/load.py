@@ -1,0 +1,48 @@
+"""Load a trained model from the config and a checkpoint of a run folder, without its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from src.data.transforms import Preprocessing
+from src.engine.config.compose import load_config
+from src.engine.runtime import checkpoint
+from src.models.build import build_model
+from src.schema import ResolvedConfig
+
+
+@dataclass
+class Trained:
+    """Trained model with its config and preprocessing, returned by `load_trained`."""
+
+    model: nn.Module  # in evaluation mode
+    config: ResolvedConfig
+    preprocessing: Preprocessing
+    class_names: list[str]
+    checkpoint: Path
+    weights: str  # model or ema
+
+
+def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
+    """Load the model of a run. `which` checkpoint: best, last or a file; None: the one that result.json names.
+
+    `weights`: model or ema; None: those that checkpoint.metric evaluates.
+    """
+    config = load_config(folder)
+    path, contents = checkpoint.load_from_run(folder, which)
+    if "preprocessing" not in contents:
+        raise ValueError(f"{path}: has no preprocessing, because an older version of this project wrote it")
+    preprocessing = Preprocessing(**contents["preprocessing"])
+    weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
+    size = config.data.image_size
+    if size is None and config.data.eval_image_size is None:
+        # The data's size, else the model's.
+        size = preprocessing.input_size[-1]
+    untrained = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
+    model = build_model(untrained, len(contents["classes"]), preprocessing.input_size[0], size, device)
+    checkpoint.fill(model, contents, weights)
+    return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)

@@ -1,0 +1,241 @@
+"""Plan a config for hardware that is not here: shards, steps, learning rates, FLOPs, and tensor bytes per device.
+
+Nothing is allocated: a step runs on fake tensors, and autograd's hooks collect the tensors that the backward pass needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from src.data.check import check_data
+from src.data.datasets import ImageDataset, Sizes, build_dataset
+from src.engine.config.arguments import parse_command_line
+from src.engine.config.compose import compose_command
+from src.engine.config.resolve import resolve
+from src.engine.config.validate import check_combination
+from src.engine.data.samplers import TrainSampler
+from src.engine.runtime.banner import count_parameters
+from src.engine.runtime.flops import flop_counter
+from src.models.build import build_model
+from src.models.freeze import freeze
+from src.models.preprocessing import train_image_size
+from src.schema import Config, ResolvedConfig
+from src.train.losses import build_criterion
+from src.train.optim import build_optimizer
+from src.train.state import count_steps
+from src.train.step import AUTOCAST, Autocast, TrainStep
+
+SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
+ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
+COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps", "lr", "GFLOP/step", "gradients")
+
+
+@dataclass
+class Bytes:
+    """Bytes in memory of one device at its peak (end of forward), by kind. `buckets`: ddp's copies of gradients."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    batch: int
+    buckets: int
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = sum(vars(self).values())
+
+
+@dataclass
+class Plan:
+    """Plan for one device count. If it cannot run, only `reason` is set."""
+
+    devices: int
+    reason: str = ""
+    strategy: str = ""
+    batch_size: int = 0  # global
+    batch_size_per_device: int = 0  # the largest chunk
+    images: int = 0  # in the training split
+    images_per_device: int = 0  # a device's share of an epoch
+    dropped_per_epoch: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    learning_rate: float = 0.0  # the peak
+    parameters: int = 0
+    flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
+    bytes: Bytes | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None) -> list[Plan]:
+    """Return a plan per device count. `sizes`: (training images, classes), instead of reading the data."""
+    config = compose_command(parse_command_line(overrides)).config
+    if sizes is None:
+        try:
+            check_data(config.data)
+        except ValueError as error:
+            raise ValueError(f"{error}; or give images=N classes=N to plan without the data") from None
+    multilabel = config.train.task == "multilabel"
+    images = build_dataset(config.data, multilabel=multilabel) if sizes is None else Sizes(config, *sizes)
+    # A plan does not depend on the values of the weights.
+    config.model.pretrained, config.model.weights = False, None
+    plans = []
+    for devices in counts:
+        try:
+            plans.append(_count(_resolved_for(config, devices), images, devices))
+        except ValueError as error:
+            plans.append(Plan(devices, reason=ONE_IMAGE if "1 value per channel" in str(error) else str(error)))
+    smallest = min((row.batch_size for row in plans if row.batch_size), default=0)
+    for row in plans:
+        if row.batch_size > smallest and config.optim.lr_rule == "none":
+            row.warnings.append(
+                f"the global batch is {row.batch_size / smallest:g} times that of the smallest count, but the learning "
+                "rate is the same; scale it with optim.lr_rule=linear or sqrt"
+            )
+    return plans
+
+
+def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
+    """Resolve the config for `devices` devices without checking the hardware of this machine."""
+    config = copy.deepcopy(config)
+    config.parallel.devices = devices
+    config.parallel.choose_strategy(several=devices > 1)
+    check_combination(config)
+    return resolve(config, devices, 1) if config.parallel.strategy == "ddp" else resolve(config)
+
+
+def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
+    batch, train = config.global_batch, config.train
+    size = min(len(images.train), config.data.limit_train or len(images.train))
+    sampler = TrainSampler(size, batch, 0, 1, config.seed, accumulate=train.accumulate)
+    steps_per_epoch, steps = count_steps(train, sampler.batches_per_epoch)
+    chunk = math.ceil(batch / devices)
+    side = config.data.image_size or images.image_size
+    # On meta, because timm reads values of some tensors while it builds a model, which fake tensors lack.
+    with torch.device("meta"):
+        model = build_model(config.model, len(images.class_names), images.in_chans, side, torch.device("meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        pixels = train_image_size(model, config.data, images)
+        num_classes = config.model.num_classes or len(images.class_names)
+        flops, memory = _step(config, model, torch.empty(chunk, images.in_chans, pixels, pixels), num_classes)
+    return Plan(
+        devices=devices,
+        strategy=config.parallel.strategy,
+        batch_size=batch,
+        batch_size_per_device=chunk,
+        images=size,
+        images_per_device=sampler.batches_per_epoch * batch // devices,
+        dropped_per_epoch=sampler.dropped,
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        learning_rate=config.learning_rate,
+        parameters=count_parameters(model),
+        flops_per_step=flops * devices * train.accumulate,
+        bytes=memory,
+        warnings=list(_warnings(config, model, chunk, sampler)),
+    )
+
+
+def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
+    """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its memory."""
+    task = config.train.task
+    is_dense = config.data.augment.mixes or task == "multilabel"
+    targets = torch.rand(len(images), num_classes) if is_dense else torch.zeros(len(images), dtype=torch.int64)
+    freeze(model, config.model.freeze)
+    autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
+    step = TrainStep(autocast, build_criterion(config.train, config.data.augment), task).train()
+    optimizer = build_optimizer(config.optim, config.learning_rate, model)
+    weights = [*model.parameters(), *model.buffers()]
+    with flop_counter() as counter, _saved(excluding=[*weights, images]) as saved:
+        loss, _ = step(images, targets)
+        loss.backward()
+    optimizer.step()
+    gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    is_ddp = config.parallel.strategy == "ddp"
+    memory = Bytes(
+        weights=_size(weights),
+        gradients=gradients,
+        optimizer=_size(states),
+        ema=0 if config.model.ema.decay is None else _size(weights),
+        activations=sum(storage.nbytes() for storage in saved.values()),
+        batch=_size([images, targets]),
+        buckets=gradients if is_ddp and not config.parallel.gradient_as_bucket_view else 0,
+    )
+    return counter.get_total_flops(), memory
+
+
+@contextmanager
+def _saved(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Collect the storages that autograd saves for backward in the `with` block, except those of `excluding`."""
+    excluded = {tensor.untyped_storage()._cdata for tensor in excluding}
+    # Holds the storages, because the id of a freed one may be used again.
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in excluded:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _warnings(config: Config, model: nn.Module, chunk: int, sampler: TrainSampler) -> Iterator[str]:
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if has_batch_norm and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
+        yield f"per-device batch {chunk} with BatchNorm: its statistics are noisy; model.sync_bn=true, or a larger batch"
+    dropped, images = sampler.dropped, sampler.num_images
+    if dropped > 0.05 * images:
+        yield f"{dropped} of {images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
+    if config.model.grad_checkpointing:
+        yield "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
+
+
+def show(plans: list[Plan]) -> None:
+    """Print a table with one row per device count, and the warnings below it."""
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
+    table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
+    for row in plans:
+        if row.bytes is None:
+            table.add_row(str(row.devices), *[""] * (len(COLUMNS) - 1), f"cannot run: {row.reason}")
+            continue
+        memory = row.bytes
+        rest = memory.batch + memory.buckets
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.ema, memory.activations, rest)
+        table.add_row(
+            f"{row.devices} {row.strategy}",
+            *map(str, (row.batch_size, row.batch_size_per_device, row.images_per_device, row.dropped_per_epoch)),
+            f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
+            f"{row.learning_rate:g}",
+            f"{row.flops_per_step / 1e9:.4g}",
+            _mebibytes(memory.gradients),
+            f"{_mebibytes(memory.total)} = {' + '.join(_mebibytes(part) for part in parts)}",
+        )
+    console.print(table)
+    if parameters := max(row.parameters for row in plans):
+        console.print(f"{parameters:,} parameters; tensors in MiB, without libraries and caches")
+    for row in plans:
+        for warning in row.warnings:
+            console.print(f"{row.devices} devices: {warning}", highlight=False)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f}" if size < 2**30 else f"{size / 2**20:.0f}"

@@ -1,0 +1,154 @@
+"""Predict the most likely classes of image files with a trained model, in file order."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from src.commands.load import Trained, load_trained
+from src.data.datasets import Files
+from src.data.transforms import evaluation_transform
+from src.engine.config.resolve import resolve
+from src.engine.config.validate import check_combination
+from src.engine.data.folder import image_files
+from src.engine.data.loader import BatchFetcher, Loader, num_workers
+from src.engine.data.prefetch import DevicePrefetcher
+from src.engine.data.samplers import EvalSampler
+from src.engine.machine.files import write_text
+from src.engine.machine.ranks import Ranks
+from src.engine.parallel.strategy import Strategy
+from src.parallel import build_strategy
+from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
+from src.train.losses import find_loss
+from src.train.step import AUTOCAST, Autocast
+
+
+@dataclass
+class PredictionRequest:
+    """Arguments of `predict`: images, trained model and options."""
+
+    run: Path
+    images: Path  # a file or a folder
+    checkpoint: str | None  # best, last or a file; None: what result.json names
+    weights: str | None  # model or ema; None: those that checkpoint.metric evaluates
+    topk: int
+    batch_size: int  # per rank
+    workers: int | str
+    parallel: ParallelConfig
+
+
+@dataclass
+class Prediction:
+    """The most likely classes of one image, best first; empty for a file that cannot be read."""
+
+    path: str
+    classes: list[str]
+    probabilities: list[float]
+
+
+def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
+    """Return the predictions for all files, on every rank. Each rank predicts every world_size-th file."""
+    paths = [request.images] if request.images.is_file() else list(image_files(request.images))
+    if not paths:
+        raise ValueError(f"images={request.images}: no image in this folder")
+    strategy = build_strategy(_resolved(request, ranks), ranks, store)
+    trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
+    model = strategy.for_evaluation(
+        Autocast(trained.model, strategy.device.type, AUTOCAST[trained.config.train.precision])
+    )
+    predictions: dict[int, Prediction] = {}
+    hidden = not (strategy.is_first and sys.stderr.isatty())
+    with closing(_loader(trained, paths, request, strategy, ranks.local_world_size)) as loader:
+        bar = track(loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden)
+        for images, numbers in bar:
+            predictions.update(_best(model, trained, images, numbers, paths, request.topk))
+    for number in loader.unreadable:
+        predictions[number] = Prediction(str(paths[number]), [], [])
+    by_rank = strategy.group.gather({number: asdict(prediction) for number, prediction in predictions.items()})
+    strategy.close()
+    merged = {int(number): Prediction(**values) for gathered in by_rank for number, values in gathered.items()}
+    assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
+    return [merged[number] for number in sorted(merged)]
+
+
+def _resolved(request: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
+    config = Config(
+        parallel=request.parallel, data=DataConfig(batch_size=None, batch_size_per_device=request.batch_size)
+    )
+    check_combination(config)
+    sizes = (ranks.world_size, ranks.local_world_size) if request.parallel.has_ranks else ()
+    return resolve(config, *sizes).parallel
+
+
+def _loader(
+    trained: Trained, paths: list[Path], request: PredictionRequest, strategy: Strategy, local_world_size: int
+) -> Loader:
+    """Build a loader of image files. The label of an image is its index, to match predictions with files."""
+    mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
+    files = Files([(path, number) for number, path in enumerate(paths)], mode)
+    group, preprocessing = strategy.group, trained.preprocessing
+    fetcher = BatchFetcher(files, len(paths), evaluation_transform(preprocessing), seed=0, on_error="skip")
+    sampler = EvalSampler(len(files), request.batch_size * group.world_size, group.rank, group.world_size)
+    prefetcher = DevicePrefetcher(
+        strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
+    )
+    return Loader(
+        fetcher, sampler, prefetcher, num_workers(DataConfig(workers=request.workers), files, local_world_size)
+    )
+
+
+@torch.inference_mode()
+def _best(
+    model: torch.nn.Module, trained: Trained, images: Tensor, numbers: Tensor, paths: list[Path], topk: int
+) -> Iterator[tuple[int, Prediction]]:
+    names = trained.class_names
+    scores = model(images)[:, : len(names)].float()
+    best = find_loss(trained.config.train.loss).probabilities(scores).topk(min(topk, len(names)))
+    for number, indices, values in zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True):
+        yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)
+
+
+def write(predictions: list[Prediction], form: str, output: Path | None) -> None:
+    """Write the predictions as `form` (console, csv or json) to the file `output`, or to stdout if it is None."""
+    text = {"console": _as_lines, "csv": _as_csv, "json": _as_json}[form](predictions)
+    # The name of a file may not be UTF-8.
+    text = text.encode(errors="replace").decode()
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_text(output, text)
+
+
+def _as_lines(predictions: list[Prediction]) -> str:
+    lines = []
+    for image in predictions:
+        best = [f"{name} {share:.4f}" for name, share in zip(image.classes, image.probabilities, strict=True)]
+        lines.append(f"{image.path}  {', '.join(best) or 'unreadable'}\n")
+    return "".join(lines)
+
+
+def _as_csv(predictions: list[Prediction]) -> str:
+    rows = []
+    for image in predictions:
+        row: dict[str, str] = {"path": image.path}
+        for position, (name, share) in enumerate(zip(image.classes, image.probabilities, strict=True), start=1):
+            row |= {f"class_{position}": name, f"probability_{position}": f"{share:.6f}"}
+        rows.append(row)
+    # An unreadable image has no classes, so the longest row names the columns.
+    columns = max((list(row) for row in rows), key=len)
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
+
+
+def _as_json(predictions: list[Prediction]) -> str:
+    return json.dumps([asdict(image) for image in predictions], indent=1) + "\n"

@@ -1,0 +1,68 @@
+"""Decode image files to tensors."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.io import decode_jpeg
+
+from src.engine.errors import UnreadableImageError
+
+JPEG = b"\xff\xd8\xff"
+
+
+def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
+    """Decode an image file's bytes to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says.
+
+    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError with `name` for anything but a
+    complete image.
+    """
+    if encoded.startswith(JPEG):
+        # About twice as fast as PIL, which gets the file if it is damaged or of a kind that only PIL reads.
+        with suppress(RuntimeError):
+            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            colors: Any = "GRAY" if mode == "L" else mode
+            return decode_jpeg(data, mode=colors, apply_exif_orientation=True)
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return from_pil(image, mode)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = "not an image format that PIL reads" if "BytesIO" in str(error) else str(error)
+        raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+
+
+def decode_file(path: Path, mode: str = "RGB") -> Tensor:
+    """Read and decode an image file. Raises UnreadableImageError, also for a file that cannot be opened."""
+    try:
+        # Reading from a pipe may never return.
+        if not path.is_file() and path.exists():
+            raise UnreadableImageError(f"{path}: not a file; remove it")
+        encoded = path.read_bytes()
+    except OSError as error:
+        raise UnreadableImageError(f"{path}: cannot be read ({error.strerror}); remove or replace it") from None
+    return decode(encoded, str(path), mode)
+
+
+def from_pil(image: Any, mode: str = "RGB") -> Tensor:
+    """Convert a PIL image to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says."""
+    array = np.array(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
+    return torch.from_numpy(array).view(*array.shape[:2], -1).permute(2, 0, 1)
+
+
+def _eight_bit(image: Any) -> Any:
+    """Scale gray images of 16 bits, or of floats in 0..1, to 8 bits. PIL's conversion would clip them to white."""
+    # I;16, which some formats open as I.
+    if image.mode.startswith("I"):
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        values = np.asarray(image)
+        scale = 255 if values.max(initial=0) <= 1 else 1
+        return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+    return image

@@ -1,0 +1,148 @@
+"""Transform decoded images to training and evaluation images of the model's size, as timm does and with its names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from PIL import ImageOps
+from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment
+from timm.data.transforms import CenterCropOrPad, RandomCropOrPad, ResizeKeepRatio, str_to_pil_interp
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
+
+from src.schema import AugmentConfig
+
+Transform = Callable[[Tensor], Tensor]
+BLUR = 23  # pixels, timm's kernel
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Preprocessing of evaluation images. Field names are timm's, and an export writes the same names."""
+
+    input_size: tuple[int, int, int]  # channels, height, width
+    mean: tuple[float, ...]  # per channel, of images in 0..1
+    std: tuple[float, ...]
+    crop_pct: float  # side of the crop / side of the resized image
+    crop_mode: str  # center: resize the shorter side; squash: both; border: the longer one, and fill up with `mean`
+    interpolation: str  # bilinear or bicubic
+
+
+def train_transform(
+    config: AugmentConfig, size: int, resize: bool, mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+) -> Transform | None:
+    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, size, size]; None if the config asks for none.
+
+    Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows normalization (erasing.py).
+    `resize`: True if images may have other sizes than `size`. `mean`: per channel, of images in 0..1.
+    """
+    steps: list[Any] = []
+    if config.train_crop_mode in ("rkrc", "rkrr"):
+        steps += _keep_ratio_crop(config, size)
+    elif config.scale is not None or config.train_crop_mode is not None:
+        modes = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+        ratio = config.ratio or (3 / 4, 4 / 3)
+        crops = [v2.RandomResizedCrop(size, config.scale or (0.08, 1), ratio, _mode(mode)) for mode in modes]
+        steps.append(crops[0] if len(crops) == 1 else v2.RandomChoice(crops))
+    elif resize:
+        steps += [v2.Resize(size, _mode(config.interpolation)), v2.CenterCrop(size)]
+    if config.crop_padding:
+        steps.append(v2.RandomCrop(size, padding=config.crop_padding))
+    if config.hflip:
+        steps.append(v2.RandomHorizontalFlip(config.hflip))
+    if config.vflip:
+        steps.append(v2.RandomVerticalFlip(config.vflip))
+    if config.aa:
+        steps.append(_TimmAutoAugment(config.aa, size, config.interpolation, mean))
+    if config.color_jitter and (config.aa is None or "3a" in config.aa):
+        jitter = v2.ColorJitter(*[config.color_jitter] * 3)
+        share = config.color_jitter_prob
+        steps.append(jitter if share is None else v2.RandomApply([jitter], share))
+    if config.grayscale_prob:
+        steps.append(v2.RandomGrayscale(config.grayscale_prob))
+    if config.gaussian_blur_prob:
+        if size <= BLUR // 2:
+            raise ValueError(f"data.augment.gaussian_blur_prob: expected images of {BLUR // 2 + 1} pixels or more")
+        steps.append(v2.RandomApply([v2.GaussianBlur(BLUR)], config.gaussian_blur_prob))
+    return v2.Compose(steps) if steps else None
+
+
+def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:
+    """Build timm's rkrc (center crop) or rkrr (random crop), which zoom and stretch half of the images at random."""
+    resize = ResizeKeepRatio(
+        size,
+        interpolation=config.interpolation,
+        random_scale_prob=0.5,
+        random_scale_range=config.scale or (0.8, 1),
+        random_scale_area=True,
+        random_aspect_prob=0.5,
+        random_aspect_range=config.ratio or (0.9, 1 / 0.9),
+    )
+    crop = CenterCropOrPad if config.train_crop_mode == "rkrc" else RandomCropOrPad
+    return [resize, crop(size, padding_mode="reflect")]
+
+
+def evaluation_transform(preprocessing: Preprocessing) -> Transform:
+    """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 `input_size`: resize, then crop the center."""
+    _, height, width = preprocessing.input_size
+    resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
+    mode = _mode(preprocessing.interpolation)
+    if preprocessing.crop_mode == "border":
+        fill = [round(255 * value) for value in preprocessing.mean]
+        padded = partial(_resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode)
+        return v2.Compose([padded, v2.CenterCrop((height, width))])
+    if preprocessing.crop_mode != "squash":
+        resized = [min(resized)]
+    return v2.Compose([v2.Resize(resized, mode), v2.CenterCrop((height, width))])
+
+
+def _mode(name: str) -> InterpolationMode:
+    return InterpolationMode.BICUBIC if name == "bicubic" else InterpolationMode.BILINEAR
+
+
+def _resize_and_pad(
+    image: Tensor, size: tuple[int, int], resized: list[int], fill: list[int], mode: InterpolationMode
+) -> Tensor:
+    """Resize an image to fit within `resized`, then pad with the color `fill` to `size`: timm's border mode."""
+    ratio = max(side / target for side, target in zip(image.shape[1:], resized, strict=True))
+    sides = [max(1, round(side / ratio)) for side in image.shape[1:]]
+    rows, columns = max(0, size[0] - sides[0]), max(0, size[1] - sides[1])
+    padding = [columns // 2, rows // 2, columns - columns // 2, rows - rows // 2]
+    return v2.functional.pad(v2.functional.resize(image, sides, mode), padding, fill=fill)
+
+
+class _TimmAutoAugment:
+    """timm's AutoAugment policies on RGB PIL images. A class, because closures cannot be pickled for loader workers."""
+
+    def __init__(self, text: str, size: int, interpolation: str, mean: tuple[float, ...]) -> None:
+        for name in auto_augment.NAME_TO_OP:
+            if "Posterize" in name:
+                auto_augment.NAME_TO_OP[name] = _posterize
+        # The values of timm's own transforms. Images of one channel become RGB for a policy.
+        colors = mean * 3 if len(mean) == 1 else mean[:3]
+        values: dict[str, Any] = {"translate_const": int(size * 0.45)}
+        values["img_mean"] = tuple(min(255, round(255 * color)) for color in colors)
+        if interpolation != "random":
+            values["interpolation"] = str_to_pil_interp(interpolation)
+        build: Any = auto_augment.auto_augment_transform
+        if text.startswith("rand"):
+            build = auto_augment.rand_augment_transform
+        elif text.startswith("augmix"):
+            build = auto_augment.augment_and_mix_transform
+            values["translate_pct"] = 0.3
+        self.policy: Any = build(text, values)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        pil = v2.functional.to_pil_image(image)
+        return v2.functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))
+
+
+def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
+    """Posterize as timm does. For 0 bits return a black image, because newer versions of Pillow raise an error."""
+    if bits_to_keep >= 8:
+        return image
+    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep > 0 else image.point(lambda value: 0)

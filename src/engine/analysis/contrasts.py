@@ -1,0 +1,176 @@
+"""Compare the points (configurations of a sweep) within each group of runs, and recommend one point per group."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from src.engine.analysis.groups import Group, MeasuredPoint
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.statistics import (
+    LEVEL,
+    NOT_MEASURABLE,
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    choose,
+    decide,
+    estimate,
+)
+from src.engine.analysis.wording import interval_text, join_short, percent, times, verdict_text, with_range
+from src.engine.machine.text import plural
+from src.schema import TrainConfig
+
+SPEED = "images_per_sec"
+# Speed is the subject of a sweep and has LEVEL. The other measures share a fifth of it, so that a page on which nothing
+# differs states something wrong in 6 % of cases at most.
+LEVELS = {SPEED: LEVEL} | dict.fromkeys(("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3)
+
+
+def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
+    """Return (point label, block, value) of each run of the group whose `measure` can be compared.
+
+    A block belongs to one sweep and one host. Runs with concurrent jobs are left out. For dp over CPU threads, only the
+    time to the first step can be compared.
+    """
+    measured: list[tuple[str, object, float]] = []
+    for point in group.points:
+        for run in point.repeats:
+            value = run.measure(measure)
+            is_meaningful = measure == "first_step_seconds" or not run.is_simulated
+            if value is not None and is_meaningful and not run.neighbours:
+                measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
+    return measured
+
+
+def pairs(group: Group, measure: str) -> list[tuple[str, str]]:
+    """Return pairs of points to compare: ddp with dp on equal devices; for speed, also each point with single.
+
+    Each additional pair would widen all confidence intervals.
+    """
+    labels = []
+    for a in group.points:
+        opponents = [group.single] if measure == SPEED else []
+        if a.strategy == "ddp" and a.devices > 1:
+            opponents.append(group.at("dp", a.devices))
+        for b in opponents:
+            if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
+                labels.append((a.label, b.label))
+    return labels
+
+
+def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[Group]:
+    """Return the groups with contrasts (compared pairs) per measure, tested as one family over all groups.
+
+    If most runs of a group were flagged, it keeps its ratios and gets no verdict.
+    """
+    contrasts: dict[Group, dict[str, list[Contrast]]] = {group: {name: [] for name in LEVELS} for group in groups}
+    for measure, level in LEVELS.items():
+        estimates = [(group, e) for group in groups for e in estimate(rows(group, measure), pairs(group, measure))]
+        decided = decide([e for _, e in estimates], smallest_difference, level)
+        for (group, _), contrast in zip(estimates, decided, strict=True):
+            if group.disturbed:
+                contrast = replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
+            contrasts[group][measure].append(contrast)
+    return [replace(group, contrasts=contrasts[group], smallest_difference=smallest_difference) for group in groups]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Recommended configuration of a group. Has no point and command if the measurements are inconclusive."""
+
+    group: Group
+    sentence: str
+    command: str = ""
+    point: str | None = None  # its label
+    contrast: Contrast | None = None
+
+
+def recommend(group: Group) -> Recommendation:
+    if group.disturbed:
+        disturbed = [run for run in group.runs if run.flags]
+        [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
+        return Recommendation(
+            group,
+            f"No verdict: {len(disturbed)} of {len(group.runs)} runs were disturbed ({reason}). "
+            "The figures below are what was measured; run the sweep again on a quiet machine.",
+        )
+    # Points are sorted by strategy. The sort, which is stable, puts fewer devices first and keeps single, dp, ddp.
+    simplest_first = sorted(group.points, key=lambda point: (point.nodes, point.devices))
+    chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], group.smallest_difference)
+    if chosen is None:
+        return Recommendation(group, "No finished run here has images/s to compare yet.")
+    label, contrast, others = chosen
+    point, apart = group.named(label), join_short(others)
+    if contrast is None:
+        contrast, sentence = _compare_with_single(group, point)
+        if apart and contrast is None:
+            return Recommendation(
+                group, f"No verdict: no block ran {describe(point)} on one host with any of these: {apart}."
+            )
+    else:
+        sentence = (
+            f"{describe(point)} is the simplest choice at most {percent(group.smallest_difference)} slower than the "
+            f"highest estimate: it runs at {times(contrast)} the speed of {describe(group.named(contrast.b))}"
+            f"{interval_text(contrast)}."
+        )
+    if apart:
+        sentence += f" Not compared, because they share no block with it: {apart}."
+    return Recommendation(group, sentence, command(point.runs[0]), point.label, contrast)
+
+
+def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
+    """Compare the fastest point with single. Return the contrast (None if not comparable) and a sentence."""
+    assert point.speed is not None
+    if point is group.single:
+        against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
+        if not against:
+            return None, f"{describe(point)}: {with_range(point.speed)} images/s. There is nothing to compare it with."
+        second = max(against, key=lambda contrast: contrast.ratio or 0)
+        other = group.named(second.a)
+        gain = {1: "from another setting", 2: "from a second device"}.get(other.devices, "from more devices")
+        ratio = f"runs at {times(second)} the speed of {describe(point)}{interval_text(second)}"
+        return second, f"No gain {gain} here: {describe(other)} {ratio}."
+    contrast = group.over_single(point)
+    if contrast is None or contrast.ratio is None:
+        return None, (
+            f"{describe(point)} has the highest estimate, {with_range(point.speed)} images/s. To compare it with one "
+            "device, add parallel=single parallel.devices=1 to the sweep."
+        )
+    sentence = f"{describe(point)} is {times(contrast)} as fast as single{interval_text(contrast)}."
+    if contrast.verdict != SUPPORTED:
+        sentence += f" The claim that it is faster is {verdict_text(contrast)}."
+    return contrast, sentence
+
+
+def describe(point: MeasuredPoint) -> str:
+    if point.strategy == "single" and not point.options:
+        return "single"
+    text = f"{point.strategy} on {plural(point.devices, 'device')}"
+    if point.nodes > 1:
+        text += f" of {point.nodes} nodes"
+    if point.options:
+        text += f" with {point.options}"
+    return text
+
+
+def command(run: RunRecord) -> str:
+    """Return the command that trains with the settings of this run, but without the step limit of a benchmark."""
+    full: dict[str, object] = {}
+    if run.config.get("train.max_steps") is not None:
+        # The benchmark also chose the epochs, which it did not reach.
+        defaults = TrainConfig()
+        full = {
+            "train.max_steps": "null",
+            "train.epochs": defaults.epochs,
+            "train.evaluate_every": defaults.evaluate_every,
+        }
+    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
+    if run.overrides:
+        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+        dropped = ("hydra.", "hydra/", "sweep.")
+        kept = [key for key in given if not key.startswith(dropped) and key not in ("debug", "print_config", *full)]
+        arguments = [given[key] for key in kept]
+    return shlex.join(["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())])

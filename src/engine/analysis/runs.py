@@ -1,0 +1,258 @@
+"""RunRecord: the recorded files of one run as typed values; None for a value that was not recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from src.engine.machine.text import plural
+from src.schema import CheckpointConfig
+
+STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
+# Measure -> its key in result.json. Times are in seconds, or in milliseconds if their name says so.
+_TIMED = ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed", "seconds_timed")
+_RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
+    "communication_ms": "communication.ms_per_step",
+    "exposed_ms": "communication.exposed_ms_per_step",  # not hidden behind the backward pass
+    "bytes_per_step": "communication.bytes_per_step",
+    "bytes_busiest_link": "communication.bytes_busiest_link",
+    "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
+    "first_step_seconds": "seconds.start_to_first_step",
+    "data_wait": "data_wait",  # share of the timed steps, 0 to 1
+}
+MEASURES = (*_RECORDED, "imbalance", "busy")
+
+
+# Compared by identity: two records are never equal.
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """Recorded data of one job of a sweep, or of one run folder.
+
+    `result`, `config` and `environment` are flat, `{"data.batch_size": 64}`, and empty without such a file.
+    """
+
+    name: str  # folder, relative to the common parent of all folders of the report
+    folder: Path  # may not exist for a skipped or waiting job
+    status: str
+    reason: str = ""
+    sweep: str = ""  # the sweep's folder; empty for a single run
+    block: int | None = 0  # of the sweep; None: an extra run of the baseline, outside all blocks
+    position: int | None = None  # in run order
+    overrides: tuple[str, ...] = ()
+    model_option: str = ""  # the file of conf/model; empty if Hydra did not record it
+    result: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> str:
+        return str(self.result.get("strategy") or self._override("parallel") or self._override("parallel.strategy"))
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices, 0 if unknown: for ddp the measured world size, which spans all nodes."""
+        if not self.result:
+            requested = self._override("parallel.devices")
+            return int(requested) if requested.isdigit() else 0
+        world = self.integer("world_size")
+        return world if self.strategy == "ddp" and world else self.integer("devices") or 0
+
+    @property
+    def nodes(self) -> int:
+        return self.integer("nodes") or 1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the machines of the run, the first node's first."""
+        host = self.environment.get("host")
+        return tuple(self.entries(str, "hosts")) or ((str(host),) if host else ())
+
+    @property
+    def hardware(self) -> str:
+        """Devices, processor, driver, torch and CUDA as text, which must be equal to compare two runs."""
+        has = self.environment.get
+        processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
+        torch = f"torch {has('libraries.torch') or '—'}"
+        if self.accelerator != "cuda":
+            return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
+        # Names without a count: CUDA_VISIBLE_DEVICES may hide some of the machine's devices from a run.
+        names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
+        versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
+        return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
+
+    @property
+    def commit(self) -> str:
+        """Commit of the code, e.g. `0123abc` or `0123abc with changes`."""
+        commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
+        return f"{commit} with changes" if commit and self.environment.get("dirty") else commit
+
+    @property
+    def data(self) -> str:
+        """Fingerprint of all images and labels. Runs on different data do not count as repeats."""
+        return str(self.result.get("data.all") or "")
+
+    @property
+    def accelerator(self) -> str:
+        return str(self.result.get("accelerator") or "")
+
+    @property
+    def is_simulated(self) -> bool:
+        """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing about GPUs."""
+        return self.strategy == "dp" and self.accelerator == "cpu"
+
+    @property
+    def doubt(self) -> str:
+        """Return the reason not to compare this finished run; empty if it can be compared."""
+        requested, world, devices = self.result.get("devices"), self.integer("world_size"), self.integer("devices")
+        if requested is not None and devices is None:
+            return f"not compared: devices is {requested!r}, expected an integer"
+        # On several nodes, the world size is a multiple of the devices.
+        if world and devices and world % devices:
+            return f"not compared: {devices} devices requested, world size {world} measured"
+        return ""
+
+    @property
+    def comparable(self) -> bool:
+        return self.status == "done" and bool(self.result) and not self.doubt
+
+    @property
+    def neighbours(self) -> int:
+        """Number of concurrent jobs on the machine. If there are any, the report never compares the run's speed."""
+        return self.integer("neighbours") or 0
+
+    @property
+    def flags(self) -> list[str]:
+        """Return reasons to distrust the measurements of this run, a short sentence each."""
+        flags = self.entries(str, "flags")
+        if self.neighbours:
+            flags.insert(0, f"{plural(self.neighbours, 'other job')} ran at the same time")
+        return flags
+
+    @property
+    def step_parts(self) -> dict[str, float] | None:
+        """Milliseconds of the parts that add up to a mean step of rank 0; None unless all were recorded."""
+        parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
+        known = {name: value for name, value in parts.items() if value is not None}
+        return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
+
+    @property
+    def rank_shares(self) -> dict[str, float]:
+        """Time of each rank to load and compute its part of a step, relative to the median; empty if not recorded."""
+        times = {}
+        for entry in self.entries(dict, "ranks"):
+            data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
+            if data is not None and compute is not None:
+                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = data + compute
+        middle = median(times.values()) if times else 0
+        return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
+
+    @property
+    def profiled_parts(self) -> dict[str, float]:
+        """Milliseconds of the parts of rank 0's mean step by name; empty without `train.profile_steps`."""
+        for entry in self.entries(dict, "profile"):
+            parts = entry.get("parts")
+            if entry.get("rank") == 0 and isinstance(parts, dict):
+                numbers = {name.removesuffix("_ms"): as_number(value) for name, value in parts.items()}
+                return {name: number for name, number in numbers.items() if number is not None}
+        return {}
+
+    @property
+    def metric(self) -> str:
+        """Name of the headline metric, e.g. `val/loss`, by which the best checkpoint is chosen."""
+        return str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
+
+    @property
+    def metric_value(self) -> float | None:
+        """Value of the headline metric. None for a benchmark, whose few steps (train.max_steps) say nothing."""
+        is_benchmark = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
+        if not self.config or (is_benchmark and self.config.get("train.max_steps") is not None):
+            return None
+        return self.number(self.metric.replace("/", "."))
+
+    @property
+    def memory(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
+
+    @property
+    def shared_memory(self) -> bool:
+        """True if the devices are threads of one process, whose memory is measured as a whole."""
+        return any(entry.get("shared") for entry in self.memory)
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """Peak memory in bytes per device; one value for the whole process if the devices are threads."""
+        peaks = [float(entry["peak_bytes"]) for entry in self.memory]
+        return [max(peaks)] if self.shared_memory else peaks
+
+    @property
+    def imbalance(self) -> float | None:
+        """Largest peak memory of a device, divided by the mean over devices. None if the devices share memory."""
+        peaks = self.peak_bytes
+        return max(peaks) * len(peaks) / sum(peaks) if sum(peaks) > 0 and not self.shared_memory else None
+
+    @property
+    def busy(self) -> float | None:
+        """Utilization of the least busy device, 0 to 1, minus the share of a step spent waiting for other ranks.
+
+        NCCL waits in a kernel, which NVML counts as use. None unless every device, and under ddp this wait, is known.
+        """
+        known = [use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None]
+        if not known or len(known) < len(self.memory):
+            return None
+        if self.strategy != "ddp":
+            return min(known)
+        parts = self.step_parts
+        return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
+
+    @property
+    def needless_threads(self) -> tuple[int, int] | None:
+        """(threads, cores) per node if a CPU run has more threads than cores, else None."""
+        cores = as_number(self.environment.get("cpu.cores"))
+        threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
+        return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
+
+    def measure(self, name: str) -> float | None:
+        value: float | None = self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        return value
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        return self.entries(int, "proof.chunk_sizes")
+
+    def integer(self, key: str) -> int | None:
+        value = self.result.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def number(self, key: str) -> float | None:
+        return as_number(self.result.get(key))
+
+    def entries(self, kind: type, key: str) -> list[Any]:
+        """Return the entries of type `kind` in the list `key` of result.json; empty if there is no list."""
+        entries = self.result.get(key)
+        return [entry for entry in entries if isinstance(entry, kind)] if isinstance(entries, list) else []
+
+    def _override(self, key: str) -> str:
+        return dict(override.lstrip("+").partition("=")[::2] for override in self.overrides).get(key, "")
+
+
+def as_number(value: Any) -> float | None:
+    """Return `value` as a float if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
+    """Return the config keys that differ between the runs, with their values; a missing key counts as null."""
+    return {key: seen for key, seen in values(run.config for run in runs).items() if len(seen) > 1}
+
+
+def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the distinct values of each key over flat trees; None where a tree lacks the key. Skips empty trees."""
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree)
+    return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}

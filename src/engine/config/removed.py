@@ -1,0 +1,41 @@
+"""Reads configs that an older version saved: removed keys are dropped if they hold their old default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from src.schema import REMOVED
+
+
+def is_obsolete(key: str, value: Any) -> bool:
+    """Return True if `key` has been removed and `value` is its old default, so dropping it changes nothing."""
+    return key in REMOVED and REMOVED[key] == value
+
+
+def drop_removed_keys(saved: DictConfig) -> None:
+    """Delete removed keys from a saved config, in place. Raises ValueError if one differs from its old default."""
+    for key, default in REMOVED.items():
+        section_name, _, name = key.rpartition(".")
+        section: Any = OmegaConf.select(saved, section_name)
+        if not OmegaConf.is_dict(section) or name not in section:
+            continue
+        values: Any = OmegaConf.to_container(section)
+        value = values[name]
+        if not is_obsolete(key, value):
+            raise ValueError(f"{key}={value}: removed; delete the key from the file to continue with {default}")
+        del section[name]
+
+
+def drop_removed_keys_of(repository: Any, name: str) -> None:
+    """Make Hydra's repository drop removed keys from the main config, which an older version may have saved."""
+    load = repository.load_config
+
+    def load_config(config_path: str) -> Any:
+        loaded = load(config_path)
+        if config_path == name and loaded is not None and OmegaConf.is_dict(loaded.config):
+            drop_removed_keys(loaded.config)
+        return loaded
+
+    repository.load_config = load_config

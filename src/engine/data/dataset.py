@@ -1,0 +1,91 @@
+"""Dataset interface: splits whose samples are read by index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sample: TypeAlias = "tuple[Tensor, int | float]"
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+
+
+class Split(Protocol):
+    """Samples of one split. An index gives a uint8 image [C, H, W] and its label."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class ImageDataset(Protocol):
+    """A dataset with a train split, a val split, and optionally a test split."""
+
+    class_names: list[str]
+    in_chans: int = 3
+    image_size: int | None = None  # pixels; None: any, the loader resizes
+    # Per channel, of images in 0..1. None: use the values of the model.
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    train: Split
+    val: Split  # None only if a run is evaluated on a folder without val/
+    test: Split | None = None
+
+
+class InMemory:
+    """A split that fits in memory: a batch is one indexing operation, and worker processes would only slow it down."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.images[index], self.labels[index].item()
+
+
+def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
+    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if it lists no labels."""
+    import torch
+
+    files = getattr(split, "files", None)
+    labels = torch.tensor([label for _, label in files]) if files else getattr(split, "labels", None)
+    return labels if labels is None or chosen is None else labels[chosen]
+
+
+def split_fingerprint(*splits: Split) -> str:
+    """Hash file names and labels of splits, taken as one set of images, so that their division does not matter.
+
+    The listing is: of files relative paths and labels, of tensors shapes and labels, else the length. Paths are relative
+    to the deepest folder that holds all files, so that copies of the data in two places are equal. No image is read. 1.3
+    million files take about a second.
+    """
+    entries: list[str] = [str(sum(map(len, splits)))]
+    files: list[tuple[Path, int]] = [entry for split in splits for entry in getattr(split, "files", None) or ()]
+    if files:
+        paths = [os.fspath(path) for path, _ in files]
+        # Relative to the deepest common folder, so that copies in two places are equal. commonpath() takes seconds for a
+        # million paths; here the common prefix of characters is cut at its last separator.
+        start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
+        lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
+        entries += lines if len(splits) == 1 else sorted(lines)
+    for split in splits:
+        if isinstance(split, InMemory):
+            digest = hashlib.sha256(split.labels.numpy().tobytes()).hexdigest()
+            entries.append(f"{tuple(split.images.shape)} {digest}")
+    return hashlib.sha256("\n".join(entries).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def data_fingerprints(dataset: ImageDataset) -> dict[str, str]:
+    """Return the fingerprint of each split by name, and under `all` the fingerprint of all images together."""
+    splits = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+    present = {name: split for name, split in splits.items() if split is not None}
+    return {"all": split_fingerprint(*present.values())} | {
+        name: split_fingerprint(split) for name, split in present.items()
+    }

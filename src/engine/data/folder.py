@@ -1,0 +1,151 @@
+"""Image folders on disk: `<root>/{train,val,test}/<class>/**.jpg`, or `<root>/<class>/**.jpg` with data.val_fraction.
+
+Imports no torch, because train.py checks the data first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from src.engine.data.dataset import IMAGE_SUFFIXES
+from src.engine.data.fractions import Listing, check_splits, split_of
+from src.schema import DataConfig
+
+
+def class_names(split: Path) -> list[str]:
+    """Return the names of the class folders of a split. They are sorted, and their order defines the labels."""
+    with os.scandir(split) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Yield the image files below `folder` in a fixed order. Follows each link to a folder once."""
+    seen: set[tuple[int, int]] = set()
+    for directory, subdirectories, files in os.walk(folder, followlinks=True):
+        status = Path(directory).stat()
+        # A link to a folder above.
+        if (status.st_dev, status.st_ino) in seen:
+            subdirectories.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        subdirectories.sort()
+        for name in sorted(files):
+            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
+                yield Path(directory, name)
+
+
+def list_folder(data: DataConfig, trained_classes: list[str] | None = None) -> tuple[list[str], Listing]:
+    """Return the class names and the files of each split of data=folder. `trained_classes`: of a run to evaluate."""
+    root = Path(str(data.root))
+    if data.val_fraction is not None:
+        names = trained_classes or class_names(root)
+        return names, _divided(root, names, data)
+    names = trained_classes or class_names(root / "train")
+    listing: Listing = {}
+    for split in ("train", "val", "test") if trained_classes is None else ("val", "test"):
+        if (root / split).is_dir():
+            check_known_classes(root / split, names, "train/" if trained_classes is None else "the run")
+            listing[split] = _labeled_files(root / split, names)
+    return names, listing
+
+
+def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
+    """Divide the class folders of `root` by data.val_fraction and data.test_fraction."""
+    listing: Listing = {split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction}
+    for path, label in _labeled_files(root, names):
+        listing[split_of(_group_of(path.relative_to(root).as_posix(), data), data)].append((path, label))
+    check_splits(listing, data)
+    return listing
+
+
+def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
+    return [(path, label) for label, name in enumerate(names) for path in image_files(folder / name)]
+
+
+def _group_of(path: str, data: DataConfig) -> str:
+    """Return the group of an image, all in one split: the path, or the part that data.group_pattern matches."""
+    if data.group_pattern is None:
+        return path
+    match = re.search(data.group_pattern, path)
+    if match is None:
+        raise ValueError(f"data.group_pattern={data.group_pattern}: does not match {path}; every image needs a group")
+    return match.group(1) if match.groups() else match.group()
+
+
+def check_trained_folder(root: Path) -> None:
+    """Raise ValueError for a folder that cannot be trained on. Checks one file per class, to be fast on large data."""
+    for folder in (root / "train", root / "val"):
+        if not folder.is_dir():
+            raise ValueError(
+                f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/, "
+                f"or {root}/<class>/ with data.val_fraction=0.2"
+            )
+    train = class_names(root / "train")
+    if len(train) < 2:
+        classes = f"only the class {train[0]}" if train else "no class folders"
+        raise ValueError(
+            f"data.root={root}: {classes} in {root / 'train'}; expected two or more: train/<class>/<image>"
+        )
+    for folder in (root / "train", root / "val", root / "test"):
+        if folder.is_dir():
+            check_known_classes(folder, train, "train/")
+            _check_split(folder)
+
+
+def check_class_folders(root: Path) -> None:
+    """Raise ValueError for a folder without `<root>/<class>/<image>`, which data.val_fraction needs."""
+    if not root.is_dir():
+        raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
+    names = class_names(root)
+    if "val" in names:
+        raise ValueError(f"data.val_fraction: {root} has a folder val/ already; set data.val_fraction=null to use it")
+    if len(names) < 2:
+        raise ValueError(f"data.root={root}: {len(names)} class folders; expected two or more: {root}/<class>/<image>")
+    _check_split(root)
+
+
+def check_evaluated_folder(root: Path, split: str) -> None:
+    """Raise ValueError for a folder without the `split` to evaluate on: val, test, or all, which needs one of them."""
+    candidates = [root / name for name in (("val", "test") if split == "all" else (split,))]
+    folders = [folder for folder in candidates if folder.is_dir()]
+    if not folders:
+        names = " or ".join(map(str, candidates))
+        raise ValueError(f"data.root={root}: no folder {names}; expected {candidates[0]}/<class>/<image>")
+    for folder in folders:
+        _check_split(folder)
+
+
+def _check_split(folder: Path) -> None:
+    names = class_names(folder)
+    if not names:
+        raise ValueError(f"data.root={folder.parent}: no class folders in {folder}; expected {folder}/<class>/<image>")
+    for name in names:
+        if next(image_files(folder / name), None) is None:
+            raise ValueError(f"data.root={folder.parent}: no image in {folder / name} ({', '.join(IMAGE_SUFFIXES)})")
+
+
+def check_known_classes(folder: Path, known: list[str], of: str) -> None:
+    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the owner of the known classes."""
+    names = class_names(folder)
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(
+            f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} classes of {folder}: "
+            f"{first(unknown)}; it has {first(known)}"
+        )
+
+
+def class_difference(trained: list[str], data: list[str]) -> str:
+    """Describe the difference between the classes of trained weights and of the data: counts and a few names."""
+    parts = []
+    for owner, names, others in (("trained weights", trained, set(data)), ("data", data, set(trained))):
+        if only := [name for name in names if name not in others]:
+            parts.append(f"{len(only)} of {len(names)} only in the {owner}: {first(only)}")
+    return "; ".join(parts) or "the same names in another order"
+
+
+def first(names: list[str], count: int = 5) -> str:
+    """Join the first few names, with `…` if there are more."""
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")

@@ -1,0 +1,34 @@
+"""Division of images into train, val and test by data.val_fraction and data.test_fraction."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from src.schema import DataConfig
+
+# Split -> image files, each with its label: a class number, or a number per class (train.task=multilabel).
+Listing = dict[str, list[tuple[Path, Any]]]
+
+
+def split_of(key: str, data: DataConfig) -> str:
+    """Choose train, val or test from a hash of `key`, which is the relative path or the group of an image.
+
+    So an image keeps its split when images are added. Each class is divided by the fractions in expectation.
+    """
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    position = int.from_bytes(digest, "big") / 2**64
+    val, test = data.val_fraction or 0.0, data.test_fraction or 0.0
+    return "val" if position < val else "test" if position < val + test else "train"
+
+
+def check_splits(listing: Listing, data: DataConfig) -> None:
+    """Raise ValueError if data.val_fraction or data.test_fraction leaves a split empty."""
+    for split, files in listing.items():
+        if not files:
+            key = "test_fraction" if split == "test" else "val_fraction"
+            total = sum(map(len, listing.values()))
+            raise ValueError(
+                f"data.{key}={getattr(data, key)}: leaves no image of {total} in {split}; choose another value"
+            )

@@ -1,0 +1,238 @@
+"""Data loaders: read samples by index and stack them to uint8 batches. prefetch.py moves batches to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from src.engine.data.dataset import InMemory, Sample, Split
+from src.engine.data.prefetch import Batch, DevicePrefetcher
+from src.engine.data.samplers import EvalSampler, IndexBatch, TrainSampler, seed_draws
+from src.engine.data.seeds import seed_for
+from src.engine.errors import UnreadableImageError
+from src.engine.machine import hardware
+from src.engine.machine.process import kill_on_parent_exit
+from src.engine.machine.signals import ignore_stop_signals
+from src.schema import DataConfig
+
+# A batch, the indices that could not be read for it, and a seed for each image if a Finish follows.
+Fetched = tuple[Tensor, Tensor, list[int], list[int]]
+# Changes normalized images on the device, with random draws from a seed for each image: (images, seeds) -> images.
+Finish = Callable[[Tensor, list[int]], Tensor]
+# Limit of consecutive unreadable images to skip. More are not just a few damaged files.
+MAX_IN_A_ROW = 100
+
+
+class BatchFetcher:
+    """Reads batches of uint8 images and labels, in loader workers or in the rank itself."""
+
+    def __init__(
+        self,
+        split: Split,
+        num_classes: int,
+        transform: Callable[[Tensor], Tensor] | None,
+        seed: int,
+        on_error: str = "raise",
+        substitutes: int = 0,
+        chosen: Tensor | None = None,
+    ) -> None:
+        """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
+
+        `substitutes`: number of images of which the next readable one replaces it; 0: it is left out. A training batch must
+        keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
+        """
+        self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
+        self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
+        # Only in the rank itself, because a forked worker has no CUDA.
+        self.pin_memory = False
+        self.gives_seeds = False
+        # Indices >= num_images are additional copies of images.
+        self.num_images = substitutes or len(split)
+        # A batch is rows of one tensor: nothing to decode, nothing to draw.
+        self.gathers = isinstance(split, InMemory) and transform is None
+        if isinstance(split, InMemory):
+            self._check_labels(split.labels)
+
+    def read(self, batch: IndexBatch) -> Fetched:
+        if self.gathers:
+            assert isinstance(self.split, InMemory)
+            # numpy's remainder takes 20 us with cold caches.
+            indices = torch.from_numpy(batch.indices) % self.num_images
+            indices = indices if self.chosen is None else self.chosen[indices]
+            rows = self._rows(self.split.images, indices), self._rows(self.split.labels, indices)
+            return *rows, [], self._seeds(batch)
+        unreadable: list[int] = []
+        # Keep augmentation from advancing the generator that dropout uses.
+        with torch.random.fork_rng(devices=[]):
+            read = [self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()]
+        samples = [sample for sample in read if sample is not None]
+        if not samples:
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable, []
+        images, targets = zip(*samples, strict=True)
+        labels = torch.tensor(targets)
+        self._check_labels(labels)
+        return torch.stack(images), labels, unreadable, self._seeds(batch)
+
+    # torch's loader calls it with a whole batch.
+    __getitems__ = read
+
+    def _seeds(self, batch: IndexBatch) -> list[int]:
+        """Return a seed for each image of a batch, unrelated to the seed of the image's transform."""
+        if not self.gives_seeds:
+            return []
+        return [seed_for(self.seed, batch.epoch, index, 1) for index in batch.indices.tolist()]
+
+    def numbers(self, indices: list[int]) -> list[int]:
+        """Convert indices among the `chosen` images to indices in the whole split."""
+        return indices if self.chosen is None else self.chosen[indices].tolist()
+
+    def _rows(self, of: Tensor, indices: Tensor) -> Tensor:
+        # `of[indices]` would take 17 times as long.
+        if not self.pin_memory:
+            return of.index_select(0, indices)
+        # torch reuses pinned memory once the device has copied it, so no pages are faulted in.
+        pinned = torch.empty((len(indices), *of.shape[1:]), dtype=of.dtype, pin_memory=True)
+        return torch.index_select(of, 0, indices, out=pinned)
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise ValueError for a label outside the head's classes. A GPU would abort without naming the label."""
+        if labels.is_floating_point() or not len(labels):
+            return
+        smallest, largest = int(labels.min()), int(labels.max())
+        if smallest < 0 or largest >= self.num_classes:
+            raise ValueError(
+                f"the data has labels from {smallest} to {largest}, but {self.num_classes} classes "
+                "(0 is the first): fix the labels or the dataset's class_names"
+            )
+
+    def _sample(self, epoch: int, index: int, unreadable: list[int]) -> Sample | None:
+        """Read a sample. If it is unreadable, return the same substitute on any rank or worker, or None to skip it."""
+        for offset in range(MAX_IN_A_ROW):
+            number = self.numbers([(index + offset) % self.num_images])[0]
+            try:
+                image, label = self.split[number]
+            except UnreadableImageError as error:
+                if self.on_error == "raise":
+                    raise UnreadableImageError(f"{error}, or set data.on_error=skip") from None
+                unreadable.append(number)
+                if not self.substitutes:
+                    return None
+                continue
+            if self.transform is not None:
+                seed_draws(self.seed, epoch, index)
+                image = self.transform(image)
+            return image, label
+        raise ValueError(f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}")
+
+
+class Loader:
+    """Batches of one split for this rank, on its device."""
+
+    def __init__(
+        self,
+        fetcher: BatchFetcher,
+        sampler: TrainSampler | EvalSampler,
+        prefetcher: DevicePrefetcher,
+        num_workers: int,
+        finish: Finish | None = None,
+    ) -> None:
+        self.fetcher, self.sampler, self.prefetcher, self.num_workers = fetcher, sampler, prefetcher, num_workers
+        self.finish = finish
+        fetcher.gives_seeds = finish is not None
+        self.unreadable: set[int] = set()  # numbers of the images that this rank could not read
+        self._loader: DataLoader[Any] | None = None
+        on_gpu = prefetcher.device.type == "cuda"
+        fetcher.pin_memory = on_gpu and not num_workers
+        if num_workers:
+            self._loader = DataLoader(
+                fetcher,  # type: ignore[arg-type]
+                batch_sampler=sampler,  # type: ignore[arg-type]
+                num_workers=num_workers,
+                # The fetcher returns a batch already.
+                collate_fn=tuple,
+                pin_memory=on_gpu,
+                persistent_workers=True,
+                worker_init_fn=_start_worker,
+                # By default, torch would draw a seed from the generator that dropout uses.
+                generator=torch.Generator(),
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.unreadable.clear()
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
+        seeds: deque[list[int]] = deque()
+        batches = self._read(seeds)
+        if self.fetcher.pin_memory and self.fetcher.gathers:
+            batches = one_ahead(batches)
+        on_device = self.prefetcher.stream(batches)
+        if self.finish is None:
+            return on_device
+        return ((self.finish(images, seeds.popleft()), labels) for images, labels in on_device)
+
+    def _read(self, seeds: deque[list[int]]) -> Iterator[Batch]:
+        """Yield batches from the workers, and append the image seeds of each batch to `seeds`."""
+        fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
+        for images, labels, unreadable, image_seeds in fetched:
+            self.unreadable.update(unreadable)
+            if image_seeds:
+                seeds.append(image_seeds)
+            if len(labels):
+                yield images, labels
+
+    def close(self) -> None:
+        """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them forever at its exit."""
+        iterator = None if self._loader is None else self._loader._iterator
+        if iterator is not None:
+            # torch calls this too, but only once nothing else refers to the iterator.
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class TrainLoader(Loader):
+    """Loader of this rank's shard of the shuffled training split."""
+
+    sampler: TrainSampler
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from `first_batch` on, because a resumed run may start inside an epoch."""
+        self.sampler.start_at(epoch, first_batch)
+        return self._batches()
+
+    def global_batches(self, first: int, count: int) -> list[int]:
+        """List the images (indices in the split) that all ranks read in `count` batches of the epoch from `first`."""
+        return self.fetcher.numbers(self.sampler.global_batches(first, count))
+
+    def peek(self) -> Tensor:
+        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will still yield."""
+        self.sampler.start_at(0)
+        images, labels, _, seeds = self.fetcher.read(next(iter(self.sampler)))
+        images, _ = self.prefetcher((images, labels))
+        return images if self.finish is None else self.finish(images, seeds)
+
+
+def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Prefetch one batch in a thread. Gathering rows releases the interpreter's lock."""
+    with ThreadPoolExecutor(1, "reader") as reader:
+        upcoming = reader.submit(next, batches, None)
+        while (batch := upcoming.result()) is not None:
+            upcoming = reader.submit(next, batches, None)
+            yield batch
+
+
+def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
+    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's share of the cores."""
+    if config.workers != "auto":
+        return int(config.workers)
+    return 0 if isinstance(split, InMemory) else max(1, hardware.cores() // local_world_size)
+
+
+def _start_worker(worker: int) -> None:
+    kill_on_parent_exit()
+    ignore_stop_signals()

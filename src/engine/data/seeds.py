@@ -1,0 +1,17 @@
+"""Seeds of random draws, as functions of integers instead of earlier draws. No torch is imported here."""
+
+from __future__ import annotations
+
+MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
+
+
+def seed_for(*values: int) -> int:
+    """Mix integers into one seed in 0 .. 2^63 - 1, such that adjacent integers give unrelated seeds."""
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014), applied once per value.
+    mixed = 0
+    for value in values:
+        mixed = ((mixed ^ value) + 0x9E3779B97F4A7C15) & MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
+        mixed ^= mixed >> 31
+    return mixed >> 1

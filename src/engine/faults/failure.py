@@ -1,0 +1,165 @@
+"""Failure records: write one per rank, find the root cause, format it for the user."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src.engine.errors import NotFiniteError, RefusedError, UnreadableImageError
+from src.engine.machine.files import write_json
+from src.engine.machine.platform import KILL
+from src.engine.machine.ranks import Ranks, host_name
+from src.schema import ResolvedConfig
+
+# Exit codes of ranks that the agent ends because another rank failed.
+ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # from torch's message
+LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
+# gloo raises RuntimeError; its messages name a source file of gloo or the operation.
+GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")
+NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
+
+
+@dataclass
+class RankExits:
+    """Exits of this node's ranks: the nonzero exit codes (negative: killed by that signal)."""
+
+    signal: int | None = None  # stopped this process while it waited
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
+    oom_kills: int = 0  # by the kernel meanwhile, of any process on the machine
+
+
+def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
+    """Return a failure record for a rank on this host; `changes` replace default fields."""
+    return {
+        "rank": rank,
+        "host": host_name(),
+        "attempt": 0,
+        "time": time.time(),
+        "status": "failed",
+        "reason": reason,
+        "exception": "",
+        "traceback": None,
+        # False if the reason is sufficient: the traceback then appears in the log only.
+        "shows_traceback": True,
+        "log": None if rank is None else str(log_file(folder, rank)),
+        "is_echo": False,
+        "exit_code": 1,
+        **changes,
+    }
+
+
+def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Return this rank's failure record for an exception. Call it while the exception is being handled."""
+    kind, text = type(error).__name__, _one_line(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    location = f"{Path(last.filename).name}:{last.lineno}"
+    record = record_of(ranks.rank, folder, f"{ranks.name}: {kind}: {text} ({location})")
+    record |= {"attempt": ranks.restart_count, "exception": kind, "traceback": traceback.format_exc()}
+    record["shows_traceback"] = not isinstance(error, RefusedError | UnreadableImageError)
+    if isinstance(error, RefusedError):
+        record |= {"status": "refused", "reason": text, "exit_code": 2}
+    elif isinstance(error, NotFiniteError):
+        record |= {"status": "not_finite", "reason": text}
+    elif kind in ("OutOfMemoryError", "MemoryError") or any(phrase in text.lower() for phrase in NO_MEMORY):
+        reason = _out_of_memory(text, config, ranks)
+        record |= {"status": "out_of_memory", "reason": reason, "shows_traceback": False}
+    elif NOT_DETERMINISTIC in text:
+        record["reason"] += "; set train.deterministic=false, or use another model"
+    elif "DataLoader worker" in text:
+        record["reason"] += "; a loader worker was killed, perhaps for lack of memory; lower data.workers"
+    elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
+        reason = f"{ranks.name} lost its connection to another rank, which has left: {kind}: {text}"
+        record |= {"is_echo": True, "reason": reason}
+    return record
+
+
+def write_failure(folder: Path, record: dict[str, Any]) -> None:
+    write_json(failure_file(folder, record["rank"]), record)
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"failure_rank_{rank}.json"
+
+
+def failure_files(folder: Path) -> list[Path]:
+    return sorted((folder / "logs").glob("failure_rank_*.json"))
+
+
+def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
+    """Return the failure record of the latest attempt's root cause, which led to the other ranks' failures."""
+    records = _records(folder)
+    attempt = max((record["attempt"] for record in records), default=0)
+    records = [record for record in records if record["attempt"] == attempt]
+    # The store numbers the records that reach it, because the clocks of two hosts differ.
+    records.sort(key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"]))
+    # First choice: the earliest exception other than a lost connection.
+    if records and not records[0]["is_echo"]:
+        return records[0]
+    codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
+    recorded = {record["rank"] for record in records}
+    # Then a rank killed by a signal (its code is negative), or one that exited without a record, even with code 0: its
+    # peers record a lost connection.
+    for rank, code in sorted(codes.items(), key=lambda item: item[1]):
+        if rank not in recorded and code not in ENDED_BY_AGENT:
+            return failure_of_exit_code(folder, rank, code, ended.oom_kills)
+    # Then the earliest lost connection.
+    return records[0] if records else record_of(None, folder, "the ranks ended without a result")
+
+
+def cause_is_known(folder: Path) -> bool:
+    """Return True if a rank has recorded more than a lost connection."""
+    return any(not record["is_echo"] for record in _records(folder))
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in failure_files(folder)]
+
+
+def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
+    """Return a failure record, derived from the exit code, for a rank that did not write one."""
+    if code == -KILL and oom_kills:
+        reason = f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
+        return record_of(rank, folder, reason, status="out_of_memory")
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
+    return record_of(rank, folder, f"rank {rank} {end}")
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"rank_{rank}.log"
+
+
+def failure_text(failure: dict[str, Any]) -> str:
+    """Format a failure record for the console: traceback, reason, log file."""
+    lines = [f"Failed: {failure['reason']}"]
+    if failure["traceback"] and failure["shows_traceback"]:
+        lines.insert(0, failure["traceback"].rstrip())
+    if failure["log"]:
+        lines.append(f"Log: {failure['log']}")
+    return "\n".join(lines)
+
+
+def _one_line(error: Exception) -> str:
+    """Return the exception's message in one line. A loader worker's message is a traceback: take its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        lines = lines[-1:]
+    return " ".join(lines)[:500]
+
+
+def _out_of_memory(text: str, config: ResolvedConfig, ranks: Ranks) -> str:
+    batch, parallel, accumulate = config.global_batch, config.parallel, config.train.accumulate
+    device = f"cuda:{ranks.local_rank}" if parallel.accelerator == "cuda" else parallel.accelerator
+    return (
+        f"{ranks.name}: out of memory on {device} with {batch // parallel.devices} images per device: {text[:300]}; "
+        f"try data.batch_size={max(parallel.devices, batch // 2)} train.accumulate={accumulate * 2} (the same training), "
+        "train.precision=bf16, model.grad_checkpointing=true, or more devices"
+    )

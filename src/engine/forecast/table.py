@@ -1,0 +1,114 @@
+"""Forecast for a sweep folder: read its runs, and format the answer as text."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pandas as pd
+
+from src.engine.analysis.runs import RunRecord
+from src.engine.forecast.model import MOST_HIDDEN, Answer, Measured, Model, fit, forecast
+from src.engine.report.collect import collect
+
+NEGLIGIBLE = 1e-3  # share of a step, or of h, below which a fitted cost is at its bound
+
+
+def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
+    """Forecast each set of runs that differ only in devices, batch and repeat. `options`: see `forecast`."""
+    measured: dict[str, list[Measured]] = defaultdict(list)
+    for run in collect([folder]):
+        if (step := read_measured(run)) is not None:
+            measured[setting_of(run)].append(step)
+    enough = {name: runs for name, runs in measured.items() if len({run.devices for run in runs}) > 1}
+    if not enough:
+        raise ValueError(
+            f"{folder}: expected timed runs of single or ddp with equal settings on two or more device counts, done and "
+            "without concurrent jobs; sweep over parallel.devices"
+        )
+    answers = {}
+    for name, runs in enough.items():
+        answers[name] = replace(forecast(runs, **options), notes=notes_on(fit(runs), runs))
+    return answers
+
+
+def notes_on(model: Model, runs: list[Measured]) -> list[str]:
+    """Return notes on fitted costs that are at a bound, and on the number of flagged runs."""
+    devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
+    step = model.seconds(devices, images)
+    at_bound = {
+        "c1 = 0: a step takes the same time for any batch": model.per_image * images < NEGLIGIBLE * step,
+        "c0 = 0: a step has no fixed cost": 0 < model.fixed < NEGLIGIBLE * step,
+        "β without limit: the all-reduce takes almost no time": model.ring(devices) < NEGLIGIBLE * step,
+        "h = 0: computing hides nothing of the all-reduce": 0 < model.hidden < NEGLIGIBLE,
+        "h = 2/3: the whole backward pass hides the all-reduce": model.hidden > (1 - NEGLIGIBLE) * MOST_HIDDEN,
+    }
+    notes = [f"at its bound: {cost}" for cost, is_at_bound in at_bound.items() if is_at_bound]
+    if flagged := sum(run.flagged for run in runs):
+        notes.append(f"{flagged} of {len(runs)} runs are flagged as disturbed; the sweep's report.html has the reasons")
+    return notes
+
+
+def read_measured(run: RunRecord) -> Measured | None:
+    """Return the run's mean step; None for dp, concurrent jobs, and runs outside a block, unfinished or untimed."""
+    speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
+    alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours and run.block is not None
+    if not (alone and speed and batch and run.devices):
+        return None
+    images = batch * int(run.config.get("train.accumulate") or 1)
+    ring = run.measure("communication_ms")
+    return Measured(
+        devices=run.devices,
+        images=images,
+        seconds=images / speed,
+        gradient_bytes=int(run.measure("bytes_per_step") or 0),
+        ring=ring / 1000 if ring and run.devices > 1 else None,
+        waits_for_data=run.measure("data_wait") or 0.0,
+        flagged=bool(run.flags),
+    )
+
+
+def setting_of(run: RunRecord) -> str:
+    """Return the run's overrides other than parallel, batch, seed and sweep keys; if none, the model's name."""
+    covered = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
+    others = [override for override in run.overrides if not override.startswith(covered)]
+    return " ".join(others) or str(run.result.get("model") or "")
+
+
+def as_text(answers: dict[str, Answer]) -> Iterator[str]:
+    for name, answer in answers.items():
+        model = answer.model
+        link = model.across or model.link
+        yield f"{name}: {answer.verdict}"
+        yield (
+            f"  step = {figure(1000 * model.fixed)} ms + {figure(1000 * model.per_image)} ms per image; "
+            f"ring of {figure(model.gradient_bytes / 2**20)} MiB over {figure(8 * link.bandwidth / 1e9)} Gbit/s, "
+            f"{figure(1e6 * link.latency)} us per message, hidden behind up to {model.hidden:.0%} of the compute time"
+        )
+        if model.data_rate is not None:
+            yield f"  the loader delivers {figure(model.data_rate)} images/s per device, which bounds the step"
+        yield from (f"  {note}" for note in answer.notes)
+        if answer.error is None:
+            yield "  low and high: unknown, because two counts leave none to check"
+        else:
+            yield "  low and high: over the fits without one count, widened by the model's largest error"
+        kinds = {"strong, the same global batch": answer.strong, "weak, the same batch per device": answer.weak}
+        for title, rows in kinds.items():
+            table = pd.DataFrame(rows).rename(columns={"per_device": "per device", "speed": "images/s"})
+            table["efficiency"] = table["efficiency"].map("{:.1%}".format)
+            numbers = table.columns.drop("efficiency")
+            table[numbers] = table[numbers].astype(float).map(figure)
+            yield f"  {title}"
+            yield indent(table.to_string(index=False), "  ")
+
+
+def figure(value: float) -> str:
+    """Format a number with three significant digits, or all before the decimal point; never with an exponent."""
+    if math.isnan(value):
+        return "unknown"
+    return f"{value:.3g}" if 0.001 <= value < 100 else f"{value:,.0f}"

@@ -1,0 +1,124 @@
+"""A job of a sweep or search on this machine: starts, monitors and stops its process, and records how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from src.engine.jobs.devices import share_of
+from src.engine.jobs.scheduler import Requirement
+from src.engine.launch.job import job_command
+from src.engine.launch.supervisor import with_project_on_path
+from src.engine.machine import hardware
+from src.engine.machine.platform import KILL
+from src.engine.record.jobs import UNFINISHED, Job, now
+from src.engine.record.result import Result, read_result, write_result
+
+Watch = Callable[[], str]  # returns the reason to prune the running job, empty if there is none
+
+
+def sync_from_result(job: Job, folder: Path) -> None:
+    """Update an unfinished job from its result.json; the sweep may have been killed before it recorded the result."""
+    try:
+        result = read_result(folder)
+    except ValueError:
+        return
+    if job.status in UNFINISHED and result.status != "interrupted":
+        job.status, job.reason, job.seconds = result.status, result.reason, result.seconds.get("total")
+        if result.neighbours < job.neighbours:
+            result.neighbours = job.neighbours
+            write_result(folder, result)
+
+
+class LocalJob:
+    """A running job in processes on some devices of this machine."""
+
+    def __init__(self, job: Job, folder: Path, watch: Watch | None) -> None:
+        self.job, self.folder, self._watch = job, folder, watch
+        self._prune_reason = ""
+        self._began = time.monotonic()
+        self._oom_kills = hardware.oom_kills()
+        self._process: subprocess.Popen[bytes] | None = None  # None before the start, and for SlurmJob
+
+    def start(self, need: Requirement, names: Sequence[str]) -> None:
+        """Start the job on the devices `names`; if empty, on all devices that this process may use."""
+        variables, prepare = share_of(need, names)
+        (self.folder / "logs").mkdir(exist_ok=True)
+        with open(self.folder / "logs" / "console.log", "ab") as console:
+            self._process = subprocess.Popen(
+                job_command(self.folder),
+                env={**with_project_on_path(os.environ), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C reaches only this process, which passes it on once
+                preexec_fn=prepare,
+            )
+
+    def has_left(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
+
+    def send(self, number: int) -> None:
+        """Send the signal `number`, so that the job saves and exits."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until the job's process has exited."""
+        if self._process is not None:
+            self._process.wait()
+
+    def exit_code(self) -> int:
+        """Return the exit code of the job's process; 0 if no process was started."""
+        return 0 if self._process is None else int(self._process.returncode)
+
+    def without_result(self, error: str) -> tuple[str, str]:
+        """Return (status, reason) of a job that exited without a result.json. `error`: why the read failed."""
+        if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
+            return "out_of_memory", "the kernel killed its launcher for lack of memory"
+        return "failed", f"exit code {self.exit_code()}, and {error}"
+
+    def has_ended(self) -> bool:
+        """Return True if the job has exited. Stop a running job (pruned) once its `watch` function returns a reason."""
+        if self.has_left():
+            if self._watch is not None:
+                self._watch()  # report its last values: the study compares other trials with them
+            return True
+        if self._watch is not None and not self._prune_reason and (reason := self._watch()):
+            self._prune_reason = reason
+            self.send(signal.SIGTERM)
+        return False
+
+    def conclude(self, stopped_by: int | None) -> Result | None:
+        """Record in the job and its result.json how the job ended. `stopped_by`: signal that stopped the sweep."""
+        job = self.job
+        job.ended, job.seconds = now(), time.monotonic() - self._began
+        try:
+            result = read_result(self.folder)
+        except ValueError as error:
+            if self._prune_reason:
+                job.status, job.reason = "pruned", self._prune_reason
+            elif stopped_by is not None:
+                name = signal.Signals(stopped_by).name
+                job.status, job.reason = "interrupted", f"stopped by {name} before its first step"
+            else:
+                job.status, job.reason = self.without_result(str(error))
+            return None
+        before = (result.status, result.neighbours)
+        # A signal may arrive after the result was written.
+        was_signaled = self._prune_reason or stopped_by is not None
+        if self.exit_code() != 0 and result.status == "done" and not was_signaled:
+            job.status, job.reason = "failed", f"exit code {self.exit_code()} after its result was written"
+            return result
+        if self._prune_reason and result.status == "interrupted":
+            result.status, result.reason = "pruned", self._prune_reason
+        result.neighbours = job.neighbours
+        if (result.status, result.neighbours) != before:
+            write_result(self.folder, result)
+        job.status, job.reason = result.status, result.reason
+        return result

@@ -1,0 +1,97 @@
+"""Runs a sweep as one Slurm job array: one array task per job, at most `sweep.jobs` tasks at a time.
+
+No process waits for it. Each task updates jobs.json when it ends, and the last one writes the report:
+`python -m src.engine.jobs.slurm_array <sweep folder> [<task> <its exit code>]`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from src.engine.cluster.slurm import JOB_ID, SCRIPT, jobs_in_queue, sbatch, script_of, wait_for
+from src.engine.jobs.local_job import sync_from_result
+from src.engine.launch.supervisor import SAFE_PATH
+from src.engine.machine.files import write_text
+from src.engine.machine.lock import lock_folder
+from src.engine.record.jobs import UNFINISHED, Jobs, read_jobs
+from src.schema import Config
+
+FOLDERS = "array.txt"  # a run folder per line: task n is line n + 1
+LOCK_SECONDS = 60.0  # to wait while another task updates jobs.json
+
+
+def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
+    """Submit the waiting jobs of a sweep as one array. Return the exit code: at once, unless cluster.wait=true.
+
+    `config`: the config of any waiting job. If Slurm refuses the array, the folder of a new sweep is removed again.
+    """
+    waiting = [job for job in jobs.jobs if job.status == "waiting"]
+    script = jobs.folder.resolve() / SCRIPT
+    if not is_new and config.cluster.submit and (queued := jobs_in_queue().get(str(script))) is not None:
+        raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of it is still in the queue; wait, or scancel it")
+    for job in waiting:
+        (jobs.folder / job.folder / "logs").mkdir(exist_ok=True)
+    write_text(jobs.folder / FOLDERS, "".join(f"{(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs))
+    tasks = ",".join(str(job.id) for job in waiting) + ("" if max_jobs is None else f"%{max_jobs}")
+    write_text(script, _array_script(config, jobs.folder.resolve(), tasks))
+    jobs.write()
+    if not config.cluster.submit:
+        print(f"Submit with: sbatch {shlex.quote(str(script))}")
+        return 0
+    try:
+        array = sbatch(script)
+    except ValueError:
+        if is_new:
+            shutil.rmtree(jobs.folder)
+        raise
+    for job in waiting:
+        write_text(jobs.folder / job.folder / JOB_ID, f"{array}_{job.id}\n")
+    print(f"array        {array}: {len(waiting)} tasks" + ("" if max_jobs is None else f", {max_jobs} at a time"))
+    print(f"sweep        {jobs.folder}")
+    print(f"report       after the last task; before that: python scripts/report.py {jobs.folder}", flush=True)
+    if not config.cluster.wait:
+        return 0
+    wait_for(array)
+    return read_jobs(jobs.folder).exit_code()
+
+
+def _array_script(config: Config, folder: Path, tasks: str) -> str:
+    """Return the text of the array's job.sbatch. `tasks`: in the syntax of --array, `0,1,2%2`."""
+    return script_of(
+        config,
+        what=f"the jobs of {folder}, a task each",
+        log=folder / "task_%a.log",
+        array=tasks,
+        before=f'folder=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / FOLDERS))})',
+        folder='"$folder"',
+        job='"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
+        after=shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.jobs.slurm_array", str(folder)])
+        + ' "$SLURM_ARRAY_TASK_ID" "$code"',
+    )
+
+
+def update(folder: Path, task: int | None = None, code: int = 0) -> None:
+    """Update jobs.json after `task` has ended with exit `code`, and write the report when all tasks have ended."""
+    with lock_folder(folder, patience=LOCK_SECONDS):
+        jobs = read_jobs(folder)
+        for job in jobs.jobs:
+            if job.id == task:
+                job.reset()
+            sync_from_result(job, folder / job.folder)
+            # A code above 128 means a signal; Slurm starts the task again.
+            if job.id == task and job.status in UNFINISHED and 0 < code < 128:
+                job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"
+        if jobs.have_ended:
+            jobs.status = "done"
+        jobs.write()
+        if jobs.status == "done":
+            from src.engine.report.report import write_report
+
+            print(f"report       {write_report([folder])}")
+
+
+if __name__ == "__main__":
+    update(Path(sys.argv[1]), *map(int, sys.argv[2:]))

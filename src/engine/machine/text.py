@@ -1,0 +1,19 @@
+"""Formats a count with its noun, and a value as in YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Return the count with its noun: `1 device`, `2 devices`, `2 processes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value in YAML's spelling, as on the command line: `null`, `true`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "''"

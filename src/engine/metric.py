@@ -1,0 +1,29 @@
+"""Base class of evaluation metrics. Does not import torch, because train.py reads names and directions first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An evaluation metric, exact on any number of ranks. Define `sums` and `from_sums`, or `from_rows`.
+
+    - `sums(scores, labels, losses)`: a tensor of fixed shape, which is added over batches and ranks. scores: [B, classes],
+      labels and losses: [B]. Metrics with the same function share its sums.
+    - `from_sums(sums, samples)`: the value.
+    - `from_rows(scores, labels)`: the value from all rows of the split, in the order of the dataset, on the host.
+
+    A value may be None, for example the score of a class without images.
+    """
+
+    sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    from_sums: Callable[[Tensor, int], float | None] | None = None
+    from_rows: Callable[[Tensor, Tensor], float | None] | None = None
+    lower_is_better: bool = False
+    min_classes: int = 0  # with fewer, it has no value

@@ -1,0 +1,42 @@
+"""--multirun: compose all jobs of the command line, then start, resume or only show a sweep or search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from src.engine.search.space import FROZEN
+from src.engine.sweep.board import show_points
+from src.engine.sweep.points import check_jobs_data, expand
+from src.engine.sweep.sweep import resume_sweep, start_sweep
+from src.schema import DataConfig
+
+
+def run_multirun(
+    arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[DataConfig], None]
+) -> int:
+    """Run the sweep or search of a command line that Hydra's parser read. Return the exit code.
+
+    `training_size`: counts the training images, for a dry run. `check_data`: raises ValueError for unreadable data.
+    """
+    command, points = expand(arguments)
+    settings = command.config.sweep
+    earlier = None if settings.resume is None else Path(settings.resume)
+    if earlier is None:
+        for line in dict.fromkeys(line for point in points for line in point.notices):
+            print(line, flush=True)
+    if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
+        # Imported here, because only a search needs Optuna.
+        from src.engine.search.search import resume_search, start_search
+
+        if earlier is None:
+            return start_search(command, points[0], check_data)
+        return resume_search(earlier, command, check_data)
+    if earlier is not None:
+        return resume_sweep(earlier, command, check_data)
+    check_jobs_data([point.config for point in points if not point.reason], check_data)
+    if settings.dry_run:
+        show_points(points, training_size)
+        return 0
+    return start_sweep(command, points)

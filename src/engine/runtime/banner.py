@@ -1,0 +1,103 @@
+"""Log the settings of a run before its first step, and its results after its last."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from src.engine.machine.text import plural
+from src.engine.record.result import Result
+from src.engine.runtime.interfaces import BuiltRun
+from src.engine.runtime.step_profiler import summary_lines
+from src.schema import ResolvedConfig
+
+log = logging.getLogger(__name__)
+
+
+def show_banner(run: BuiltRun, folder: Path) -> None:
+    """Log the model, data, strategy, batch sizes, steps, learning rate and run folder."""
+    if not run.strategy.is_first:
+        return
+    config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
+    loading = f"{plural(workers, 'loader process', 'es')} per rank" if workers else "read without loader processes"
+    steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
+    if config.train.max_steps is not None:
+        steps = f"{run.total_steps} (max_steps)"
+    if run.state.progress.step:
+        steps += f", from {run.state.progress.step}"
+    rate = f"{config.learning_rate:g}"
+    if config.optim.lr_rule != "none":
+        batch = config.global_batch * config.train.accumulate
+        rate += f" = {config.optim.lr:g} x {config.optim.lr_rule} rule to batch {batch}"
+    facts = {
+        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
+        "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} dropped per epoch, {loading}",
+        "strategy": _strategy(run),
+        "batch": _batch(run),
+        "steps": steps,
+        "lr": f"{rate}, {config.optim.sched}",
+        "folder": str(folder),
+    }
+    for name, fact in facts.items():
+        log.info("%8s  %s", name, fact)
+
+
+def _strategy(run: BuiltRun) -> str:
+    parallel, strategy = run.config.parallel, run.strategy
+    text = f"{strategy.kind} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
+    if parallel.accelerator == "cpu":
+        text += f" of {plural(parallel.threads_per_device, 'thread')}"
+    if strategy.note:
+        text += f" ({strategy.note})"
+    return text + (f", {strategy.group.backend}" if strategy.group.backend else "")
+
+
+def _batch(run: BuiltRun) -> str:
+    batch, accumulate = run.config.global_batch, run.config.train.accumulate
+    chunks = run.strategy.chunk_sizes(batch)
+    per_device = chunks[0] if len(set(chunks)) == 1 else chunks
+    accumulated = f", x {accumulate} accumulated" if accumulate > 1 else ""
+    return f"{batch} global, {per_device} per device{accumulated}"
+
+
+def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str]) -> None:
+    """Log the run folder, its results and the TensorBoard command. `segments`: a line each, if settings changed."""
+    log.info("run folder   %s", folder)
+    log.info("metrics      %s", ", ".join(_metrics(config, result)))
+    target, loss = config.train.target_loss, result.train.get("loss")
+    if target is not None:
+        values = f"train/loss {_number(loss)}, train.target_loss={target:g}"
+        if loss is not None and loss <= target:
+            log.info("target       reached: %s; the model can learn these images", values)
+        else:
+            log.info("target       not reached: %s; check the labels, the loss and optim.lr, or train longer", values)
+    for line in summary_lines(result.profile[0], folder) if result.profile else ():
+        log.info("%s", line)
+    for number, segment in enumerate(segments):
+        log.info("%-12s %s", "" if number else "runs again", segment)
+    log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
+
+
+def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
+    """Format the value of checkpoint.metric on each split, for raw and averaged weights, as a list of texts."""
+    name = config.headline_metric
+    shown = [f"val/{name} {_number(result.val.get(name))} (best {_number(result.val.get(f'{name}_best'))})"]
+    if result.test:
+        shown.append(f"test/{name} {_number(result.test.get(name))}")
+    for split, numbers in (("val", result.val), ("test", result.test)):
+        if f"{name}_ema" in numbers:
+            shown.append(f"{split}/{name}_ema {_number(numbers[f'{name}_ema'])}")
+    return shown
+
+
+def _number(value: Any) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,112 @@
+"""Save and load optimizer state by parameter name, because parameter groups may change before a run is resumed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.engine.parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
+# Entries of a parameter group that the optimizer counts. All others are hyper-parameters, which the config decides.
+COUNTERS = ("step", "lookahead_step")
+
+
+def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return the optimizer's `state_dict()` keyed by parameter name instead of number, and its class names."""
+    return {"kind": _kind(optimizer), **_with_names(optimizer.state_dict(), _names(optimizer, model))}
+
+
+def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any], strategy: Strategy) -> None:
+    """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Keeps current hyper-parameters."""
+    names, kind = _names(optimizer, model), _kind(optimizer)
+    if "kind" not in saved:
+        _check_format_1(optimizer, saved)
+        saved = _with_names(saved, names)
+    elif saved["kind"] != kind:
+        log.info(
+            "resume: optimizer: %s -> %s: starts with fresh state, because the saved does not fit", saved["kind"], kind
+        )
+        return
+    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    groups = optimizer.state_dict()["param_groups"]
+    for group in groups:
+        before = group_of.get(names[group["params"][0]], {}) if group["params"] else {}
+        # Copied: groups that were one before must not share a tensor, which each of them would increment.
+        group |= {key: copy.deepcopy(before[key]) for key in COUNTERS if key in before}
+    state = {index: saved["state"][name] for index, name in enumerate(names) if name in saved["state"]}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    base = _base(optimizer)
+    for parameter, values in base.state.items():
+        for key, value in values.items():
+            # Only tensors like the parameter are sharded; a count of steps is whole on every rank.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                values[key] = strategy.part(value, parameter)
+    _check_state_is_complete(base)
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """List the names of the optimizer's parameters in the order in which `state_dict()` numbers them."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_names(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {names[index]: values for index, values in saved["state"].items()}, "param_groups": groups}
+
+
+def _base(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside timm's Lookahead, which also holds Lookahead's state; else `optimizer` itself."""
+    return getattr(optimizer, "_base_optimizer", optimizer)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    names = [type(each).__name__ for each in (optimizer, _base(optimizer))]
+    return " of ".join(dict.fromkeys(names))
+
+
+def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Raise ValueError if parameter numbers of a format-1 checkpoint may refer to different parameters here."""
+    sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ValueError(
+            "resume: the checkpoint was written by a different optimizer: its parameter groups differ, and the old format 1 "
+            "does not store parameter names; leave optim.opt, optim.layer_decay and optim.weight_decay as they were"
+        )
+    for group in saved["param_groups"]:
+        if missing := optimizer.defaults.keys() - group.keys():
+            raise ValueError(
+                f"resume: the checkpoint was written by a different optimizer than {_kind(optimizer)}: "
+                f"it has no {', '.join(sorted(missing))}"
+            )
+
+
+def _check_state_is_complete(optimizer: Optimizer) -> None:
+    """Step on copies, and raise ValueError if settings such as amsgrad=true need state that the checkpoint lacks."""
+    for group in optimizer.param_groups:
+        smallest = min((p for p in group["params"] if optimizer.state.get(p)), key=lambda p: p.numel(), default=None)
+        if smallest is None:
+            continue
+        probe = torch.zeros_like(smallest, requires_grad=True)
+        probe.grad = torch.zeros_like(smallest)
+        trial = copy.copy(optimizer)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        trial.param_groups = [{**copy.deepcopy(settings), "params": [probe]}]
+        trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
+        try:
+            trial.step()
+        # Some optimizers, such as kron, keep more than their groups and state, so a copy cannot step.
+        except AttributeError:
+            continue
+        except KeyError as error:
+            raise ValueError(
+                f"optim: {type(optimizer).__name__} with these settings needs state that the checkpoint does not have "
+                f"({error}); give optim.kwargs and optim.momentum as they were, or start a new run"
+            ) from None

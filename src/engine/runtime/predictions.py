@@ -1,0 +1,54 @@
+"""Table of predictions with a row per image, and the calibration of their probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from src.engine.data.csv_listing import SEPARATOR
+from src.engine.runtime.evaluation import Evaluation
+
+BINS = 15
+
+
+def prediction_table(
+    evaluation: Evaluation, split: Any, class_names: list[str], probabilities: Callable[[Tensor], Tensor]
+) -> pd.DataFrame:
+    """Build a table with a row per readable image: path (or index), label, and the five most likely classes."""
+    assert evaluation.rows is not None
+    indices, scores, labels = evaluation.rows
+    files = getattr(split, "files", None)
+    columns: dict[str, Any] = {"path": [str(files[index][0]) if files else index for index in indices.tolist()]}
+    if labels.ndim == 1:
+        columns["label"] = [class_names[label] for label in labels.tolist()]
+    else:
+        columns["label"] = [_join_labels(row, class_names) for row in labels.tolist()]
+    best = probabilities(scores).topk(min(5, len(class_names)))
+    for place in range(best.indices.shape[1]):
+        columns[f"class_{place + 1}"] = [class_names[index] for index in best.indices[:, place].tolist()]
+        columns[f"probability_{place + 1}"] = best.values[:, place].tolist()
+    return pd.DataFrame(columns)
+
+
+def _join_labels(row: list[float], class_names: list[str]) -> str:
+    return SEPARATOR.join(name for name, value in zip(class_names, row, strict=True) if value > 0.5)
+
+
+def count_by_confidence(
+    probabilities: Callable[[Tensor], Tensor], scores: Tensor, labels: Tensor, losses: Tensor
+) -> Tensor:
+    """Sum images, correct predictions and confidences in 15 bins of the predicted class's confidence: [3, 15]."""
+    confidence, predicted = probabilities(scores).max(1)
+    bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
+    # As exact as the losses: in double precision, where the device has it.
+    values = torch.stack([torch.ones_like(confidence), predicted == labels, confidence]).to(losses.dtype)
+    return torch.zeros(3, BINS, dtype=losses.dtype, device=scores.device).index_add_(1, bins, values)
+
+
+def calibration_error(sums: Tensor, samples: int) -> float:
+    """Compute the expected calibration error (Guo et al. 2017, arXiv:1706.04599): mean |accuracy - confidence|."""
+    return float((sums[1] - sums[2]).abs().sum() / samples)

@@ -1,0 +1,91 @@
+"""Training progress: steps, epochs, and running sums of the logged metrics. Saved in every checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters of steps and epochs, metric sums and best values. A step is an optimizer step."""
+
+    step: int = 0
+    epoch: int = 0  # the current one, from 0
+    step_in_epoch: int = 0
+    # Sums over images by metric, since the last logged step, and over this epoch up to that step.
+    window_sums: dict[str, float] = field(default_factory=dict)
+    window_images: int = 0
+    epoch_sums: dict[str, float] = field(default_factory=dict)
+    epoch_images: int = 0
+    epoch_means: dict[str, float] = field(default_factory=dict)  # of the newest whole or partial epoch
+    ended_at: int = 0  # step at which the last epoch ended, whole or cut off by train.max_steps
+    best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
+    best_metric: str | None = None  # of `best`, e.g. acc_ema; None: not evaluated, or an older checkpoint
+    best_values: dict[str, float] = field(default_factory=dict)  # by metric
+    evaluations_since_best: int = 0
+
+    @classmethod
+    def from_saved(cls, values: dict[str, Any]) -> Progress:
+        """Build Progress from the values in a checkpoint, ignoring entries of older formats."""
+        known = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def schedule_step(self, steps_per_epoch: int) -> int:
+        """Return the step of the learning-rate schedule: `step`, corrected if earlier epochs had a different length."""
+        return self.epoch * steps_per_epoch + self.step_in_epoch
+
+    def start_new_best(self, metric: str) -> bool:
+        """Clear the best value if it is for a metric other than `metric`. Return True if it was cleared."""
+        is_other = self.best_metric not in (None, metric)
+        if is_other:
+            self.best, self.evaluations_since_best = None, 0
+            if metric.endswith("_ema") != str(self.best_metric).endswith("_ema"):
+                self.best_values = {}
+        self.best_metric = metric
+        return is_other
+
+    def add_steps(self, steps: Iterable[tuple[dict[str, float], int]]) -> None:
+        """Add (sums, images) of each step, one at a time, so that a stop in between does not change the rounding."""
+        for sums, images in steps:
+            for name, value in sums.items():
+                self.window_sums[name] = self.window_sums.get(name, 0.0) + value
+            self.window_images += images
+
+    def close_window(self) -> dict[str, float]:
+        """Return the means since the last logged step, and start a new window."""
+        means = {name: value / self.window_images for name, value in self.window_sums.items()}
+        for name, value in self.window_sums.items():
+            self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
+        self.epoch_images += self.window_images
+        self.window_sums, self.window_images = {}, 0
+        return means
+
+    def end_epoch(self, is_whole: bool) -> None:
+        """Store the means of the epoch. Unless `is_whole`, keep its sums, so that a resumed run continues it."""
+        self.ended_at = self.step
+        self.epoch_means = {name: value / self.epoch_images for name, value in self.epoch_sums.items()}
+        if is_whole:
+            self.epoch += 1
+            self.step_in_epoch, self.epoch_sums, self.epoch_images = 0, {}, 0
+
+    def add_evaluation(self, numbers: dict[str, Any], metric: str, directions: dict[str, bool]) -> bool:
+        """Update the best values with an evaluation on val. Return True if it is the best so far by `metric`.
+
+        `numbers`: by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`. `directions`: by metric,
+        True if lower is better.
+        """
+        self.start_new_best(metric)
+        is_averaged = metric.endswith("_ema")
+        for name, lower_is_better in directions.items():
+            value = numbers.get(f"{name}_ema" if is_averaged else name)
+            if value is not None and not math.isnan(value):
+                better_of = min if lower_is_better else max
+                self.best_values[name] = better_of(self.best_values.get(name, value), value)
+        value = -numbers[metric] if directions[metric.removesuffix("_ema")] else numbers[metric]
+        is_best = not math.isnan(value) and (self.best is None or value > self.best)
+        self.best = value if is_best else self.best
+        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
+        return is_best

@@ -1,0 +1,56 @@
+"""Step hooks: timing, liveness and stop requests, called by the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from src.engine.faults.liveness import FORWARD, READING, liveness
+from src.engine.faults.stop import StopCoordinator
+from src.engine.runtime.meter import Meter
+
+
+class StepHooks:
+    """Hooks that the training loop calls several times per step. Each does only a few assignments and clock reads."""
+
+    def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
+        self.meter, self.stop = meter, stop
+
+    def start_step(self, step: int) -> None:
+        liveness.step = step
+
+    def at(self, phase: int) -> None:
+        """Mark the start of a phase of the step: READING (waits for a batch), FORWARD or BACKWARD; see liveness.py."""
+        liveness.at(phase)
+        if phase == READING:
+            self.meter.start_fetch()
+        elif phase == FORWARD:
+            self.meter.end_fetch()
+
+    def start_update(self) -> None:
+        """Mark that the gradients are complete."""
+
+    def end_step(self) -> bool:
+        """Mark that all work of the step is queued. Return True if a signal asks to stop after this step."""
+        self.meter.end_step()
+        return self.stop.should_stop()
+
+    def synchronized(self) -> None:
+        """Mark that the device has finished all queued work."""
+        self.meter.synchronized()
+
+    def profile(self, folder: Path) -> dict[str, Any] | None:
+        """Return the profile of a step for result.json, or None without train.profile_steps; see step_profiler.py."""
+        return None
+
+    @contextmanager
+    def aside(self, phase: int) -> Iterator[None]:
+        """Exclude the code in the `with` block from the step times. `phase`: its phase in liveness.py."""
+        liveness.at(phase)
+        self.meter.pause()
+        try:
+            yield
+        finally:
+            self.meter.resume()

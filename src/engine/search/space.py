@@ -1,0 +1,215 @@
+"""Search space: keys with values in Hydra's sweep syntax, and the config of a trial with given values.
+
+Groups (`model=tiny,resnet18`) cannot be searched: later trials would read conf/, which may have been edited since.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from src.engine.config.compose import Command, to_config
+from src.engine.config.removed import drop_removed_keys
+from src.engine.config.suggest import is_known, is_lower_better, key_hint
+from src.engine.machine.files import write_text
+from src.engine.sweep.points import Point, make_point, settle, task_overrides
+from src.schema import Config
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+FROZEN = "search.yaml"  # in the sweep folder
+MAX_CORNERS = 32  # combinations of ends to try before a search is refused
+SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
+NOT_SEARCHED = ("hydra", "search", "sweep", "paths", "cluster", "resume", "optimized_metric", "task_name", "tags")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A searched key and its values: options, as texts in Hydra's syntax, or numbers from `low` to `high` inclusive."""
+
+    name: str  # dotted
+    key: str  # as in an override: with + or ++ if the config does not have it yet
+    text: str  # as written
+    options: tuple[str, ...] = ()
+    low: float = 0
+    high: float = 0
+    step: float | None = None  # None: continuous
+    log: bool = False
+
+    def override(self, value: float | str) -> str:
+        return f"{self.key}={value}"
+
+    def distribution(self) -> BaseDistribution:
+        from optuna import distributions
+
+        if self.options:
+            return distributions.CategoricalDistribution(self.options)
+        if isinstance(self.low, int) and isinstance(self.step, int):
+            return distributions.IntDistribution(self.low, int(self.high), self.log, self.step)
+        return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
+
+
+def read_space(command: Command) -> list[Dimension]:
+    """Read the space from `search.params`, `hydra.sweeper.params` and overrides. A key with one value is left out."""
+    from hydra.core.object_type import ObjectType
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    in_files = {**(command.tree.hydra.sweeper.get("params") or {}), **command.config.search.params}
+    space = {dimension.name: dimension for dimension in parse_space(in_files)}
+    for override in OverridesParser.create(config_loader=command.loader).parse_overrides(task_overrides(command.tree)):
+        if override.is_sweep_override():
+            space[override.key_or_group] = _dimension(override)
+        else:
+            space.pop(override.key_or_group, None)
+    for name, dimension in space.items():
+        written = f"{name}={dimension.text}"
+        if command.loader.get_group_options(name, ObjectType.CONFIG):
+            raise ValueError(f"{written}: {name} is a group; search {name}.<key>, or sweep over it without search=…")
+        if name.split(".")[0] in NOT_SEARCHED:
+            raise ValueError(f"{written}: cannot be searched; set a single value")
+        if not is_known(name):
+            raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
+    return list(space.values())
+
+
+def parse_space(params: dict[str, Any]) -> list[Dimension]:
+    """Parse `search.params`, key -> text in Hydra's sweep syntax, into Dimensions."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    space = []
+    for key, text in params.items():
+        written = f"search.params.{key}={text}"
+        try:
+            override = OverridesParser.create().parse_override(f"{key}={text}")
+        except HydraException as error:
+            raise ValueError(f"{written}: cannot be parsed: {str(error).splitlines()[0]}") from error
+        if not override.is_sweep_override():
+            raise ValueError(f"{written}: expected {SWEPT}; to set a single value, set {key} itself")
+        space.append(_dimension(override))
+    return space
+
+
+def _dimension(override: Any) -> Dimension:
+    """Convert a parsed sweep override to a Dimension."""
+    name, sweep = override.key_or_group, override.value()
+    written = str(override.input_line)
+    key, _, text = written.partition("=")
+    tags = set(getattr(sweep, "tags", ()))
+    if override.is_interval_sweep():
+        if tags - {"log", "int", "float"}:
+            raise ValueError(f"{written}: unknown tag {', '.join(sorted(tags))}; allowed: log, int, float")
+        low, high = (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
+        if not low < high or ("log" in tags and low <= 0):
+            raise ValueError(f"{written}: expected a < b, and a > 0 on a log scale")
+        return Dimension(name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags)
+    if tags:
+        raise ValueError(f"{written}: tag({', '.join(sorted(tags))}) requires interval(a,b)")
+    if override.is_range_sweep():
+        numbers = sorted(sweep.range()) if sweep.step else []
+        if not numbers:
+            raise ValueError(f"{written}: this range is empty")
+        return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
+    if not override.is_choice_sweep():
+        raise ValueError(f"{written}: expected {SWEPT}")
+    return Dimension(name, key, text, tuple(dict.fromkeys(override.sweep_string_iterator())))
+
+
+def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
+    """Refuse contradicting settings, invalid bounds, and a search that cannot run here. Return a config per dataset."""
+    settings, metric = config.search, config.optimized_metric
+    direction = natural_direction(metric)
+    if settings.direction not in (None, direction):
+        raise ValueError(f"search.direction={settings.direction}: {metric} requires {direction}")
+    if settings.pruner != "none" and not metric.startswith("val/"):
+        raise ValueError(f"search.pruner={settings.pruner}: {metric} is known only at the end; use search.pruner=none")
+    if config.sweep.dry_run:
+        raise ValueError("sweep.dry_run=true: a search chooses each trial while it runs; leave it out")
+    if config.sweep.repeats != 1:
+        raise ValueError(f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave it out")
+    if not space:
+        raise ValueError("search.params: nothing to search; e.g. 'optim.lr=tag(log,interval(1e-4,1e-1))'")
+    ends: list[list[str]] = []
+    for dimension in space:
+        ends.append([dimension.override(value) for value in dimension.options or (dimension.low, dimension.high)])
+        try:
+            for override in ends[-1]:
+                trial_point(base, [override], 0)
+        except ValueError as error:
+            fix = "; for integers use int(interval(a,b))" if "Integer" in str(error) else ""
+            raise ValueError(f"{dimension.name}={dimension.text}: {error}{fix}") from error
+    for corner in _corners(ends):
+        reason = trial_point(base, corner, 0).reason
+        if not reason:
+            break
+    else:
+        raise ValueError(f"no trial of this search can run here, for example: {reason}")
+    data_ends = [values for dimension, values in zip(space, ends, strict=True) if dimension.name.startswith("data.")]
+    return [trial_point(base, corner, 0).config for corner in _corners(data_ends)]
+
+
+def _corners(ends: list[list[str]]) -> list[list[str]]:
+    """Return combinations of the dimensions' lowest and highest values, up to a limit."""
+    return [list(corner) for corner in itertools.islice(itertools.product(*ends), MAX_CORNERS)]
+
+
+def natural_direction(metric: str) -> str:
+    return "minimize" if is_lower_better(metric) else "maximize"
+
+
+def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
+    """Return a trial's config: the search's saved base config with `overrides`, one value per key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    tree = copy.deepcopy(base)
+    for override in OverridesParser.create().parse_overrides(overrides):
+        try:
+            added = override.is_add() or override.is_force_add()
+            OmegaConf.update(tree, override.key_or_group, override.value(), force_add=added)
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{override.input_line}: {str(error).splitlines()[0]}") from error
+    with read_write(tree.hydra):
+        tree.hydra.overrides.task = [*task_overrides(tree), *overrides]
+    point = make_point(tree, task_overrides(tree), number)
+    settle(point)
+    return point
+
+
+def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **settings: Any) -> None:
+    """Write search.yaml, which later trials need: the base config, the space, and the final settings of the search."""
+    tree = copy.deepcopy(base)
+    with read_write(tree), open_dict(tree):
+        tree.search.params = {dimension.key: dimension.text for dimension in space}
+        tree.search.update(settings)
+        tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
+    header = "# The search as composed at its start: settings, space, and the base config of all trials.\n"
+    write_text(folder / FROZEN, header + OmegaConf.to_yaml(tree))
+
+
+def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
+    """Read the settings, base and space that `freeze_search` wrote."""
+    try:
+        tree = OmegaConf.load(folder / FROZEN)
+        assert isinstance(tree, DictConfig)
+    except (OSError, AssertionError, YAMLError):
+        raise ValueError(f"{folder / FROZEN}: missing or damaged") from None
+    drop_removed_keys(tree)
+    OmegaConf.set_struct(tree, True)
+    config = to_config(tree)
+    return config, tree, parse_space(config.search.params)
+
+
+def _of_a_trial(overrides: list[str]) -> list[str]:
+    """Return the overrides that apply to trials, without the search's own, so that a trial's command needs no -m."""
+    kept = [item for item in overrides if not item.lstrip("+").startswith(("search=", "search.", "sweep."))]
+    # Without search=… on the command line, another override, such as experiment=…, has chosen the search.
+    by_command = any(item.lstrip("+").startswith("search=") for item in overrides)
+    return kept if by_command else [*kept, "search.sampler=null"]

@@ -1,0 +1,71 @@
+"""Freeze parameters (`model.freeze`), and find the head's parameters (for `optim.head_lr_scale`)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from timm.models import group_parameters
+from torch import nn
+
+
+def freeze(model: Any, which: int | str | None) -> str:
+    """Freeze the parameters that model.freeze selects. Return a line with their count; empty if `which` is None.
+
+    Names in the state dict do not change. Modules without a trainable parameter should stay in evaluation mode: see
+    `frozen_modules`.
+    """
+    if which is None:
+        return ""
+    head = head_names(model)
+    names = [name for name, _ in model.named_parameters()]
+    if which == "backbone":
+        frozen = [name for name in names if name not in head]
+    elif isinstance(which, int):
+        frozen = _first_groups(model, which)
+    else:
+        frozen = [name for name in names if re.match(which, name)]
+    if not frozen:
+        raise ValueError(
+            f"model.freeze={which}: no parameter name begins so; the names begin with {', '.join(_roots(names))}"
+        )
+    if len(frozen) == len(names):
+        raise ValueError(f"model.freeze={which}: leaves no parameter to train")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return f"{len(frozen)} of {len(names)} tensors of parameters (model.freeze={which})"
+
+
+def frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules whose parameters are all frozen, to keep their BatchNorm and dropout fixed."""
+    has_trainable = [parameter.requires_grad for parameter in model.parameters()]
+    if has_trainable and not any(has_trainable):
+        return [model]
+    return [frozen for child in model.children() for frozen in frozen_modules(child)]
+
+
+def head_names(model: Any) -> set[str]:
+    """Return the tensor names of the head: the module from `get_classifier()`, else the model's last Linear."""
+    if hasattr(model, "get_classifier"):
+        classifier = model.get_classifier()
+        heads = list(classifier) if isinstance(classifier, tuple | list) else [classifier]
+    else:
+        heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if any(module is head for head in heads))
+    return {name for name in model.state_dict() if name.startswith(prefixes)}
+
+
+def _first_groups(model: Any, count: int) -> list[str]:
+    """Return the parameter names of timm's first `count` coarse groups."""
+    if not hasattr(model, "group_matcher"):
+        raise ValueError(
+            f"model.freeze={count}: this model has no group_matcher; give backbone, or a regular expression"
+        )
+    groups = group_parameters(model, model.group_matcher(coarse=True))
+    if count >= len(groups):
+        raise ValueError(f"model.freeze={count}: the model has {len(groups)} groups, and the last one must be trained")
+    return [name for number in range(count) for name in groups[number]]
+
+
+def _roots(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))

@@ -1,0 +1,40 @@
+"""Choose image size and normalization: from the config, else from the dataset, else from the model."""
+
+from __future__ import annotations
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from src.data.transforms import Preprocessing
+from src.engine.data.dataset import ImageDataset, InMemory
+from src.schema import DataConfig
+
+
+def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> int:
+    """Return the side of training images in pixels, from the config, else the dataset, else the model."""
+    return int(config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1])
+
+
+def preprocessing_for(model: nn.Module, config: DataConfig, images: ImageDataset) -> Preprocessing:
+    """Return the evaluation preprocessing: from config, else dataset, else pretrained model, else timm's defaults."""
+    if config.eval_image_size is not None and isinstance(images.val, InMemory):
+        raise ValueError(f"data.eval_image_size={config.eval_image_size}: the images of {config.name} have one size")
+    of_model = resolve_model_data_config(model)
+    channels = images.in_chans
+    sides = config.eval_image_size or config.image_size or images.image_size
+    mean, std = config.mean or images.mean, config.std or images.std
+    if mean is None or std is None:
+        mean = std = (0.5,) * channels
+        if hasattr(model, "pretrained_cfg") and len(of_model["mean"]) == channels:
+            mean, std = of_model["mean"], of_model["std"]
+    for key, values in (("mean", mean), ("std", std)):
+        if len(values) != channels:
+            raise ValueError(f"data.{key}={list(values)}: expected a number for each of the {channels} channels")
+    return Preprocessing(
+        input_size=(channels, sides, sides) if sides else (channels, *of_model["input_size"][1:]),
+        mean=tuple(mean),
+        std=tuple(std),
+        crop_pct=config.crop_pct or (1.0 if isinstance(images.val, InMemory) else of_model["crop_pct"]),
+        crop_mode=of_model["crop_mode"],
+        interpolation=config.interpolation or of_model["interpolation"],
+    )

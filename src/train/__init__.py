@@ -1,0 +1,21 @@
+"""Training. Read run.py first: it shows one run, top to bottom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.engine.machine.process import imports_without_gc
+from src.engine.machine.ranks import Ranks
+from src.schema import ResolvedConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def run_training(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
+    """Train as one rank of a run. Imports torch and your code here, so that the rank records import errors."""
+    with imports_without_gc():
+        from src.train.run import run
+
+    run(config, folder, ranks, store)

@@ -1,0 +1,189 @@
+"""Import rules, and limits on the size of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.engine.architecture import (
+    LIMITS,
+    ROOT,
+    find_cycle,
+    imports,
+    long_functions,
+    measure,
+    names_in,
+    package_of,
+    source_files,
+)
+
+SOURCES = [*source_files(), *sorted((ROOT / "scripts").rglob("*.py"))]
+OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
+BENCHMARK = "scripts/maintain/bench_loop.py"
+
+# Library -> where it may be imported. A folder ends with a slash.
+ALLOWED = {
+    r"(hydra|omegaconf)": (
+        "train.py",
+        "evaluate.py",
+        "src/engine/config/",
+        "src/engine/launch/resume.py",
+        "src/engine/sweep/",
+        "src/engine/search/",
+    ),
+    r"torch\.distributed": (
+        "src/parallel/",
+        "src/engine/parallel/",
+        "src/engine/launch/",
+        "src/engine/machine/ranks.py",
+        "src/engine/doctor/probe.py",
+        BENCHMARK,
+    ),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "src/engine/parallel/", BENCHMARK),
+    r"timm": (
+        "src/models/",
+        "src/data/",
+        "src/train/",
+        "src/commands/",
+        "src/engine/doctor/probe.py",
+        "scripts/maintain/",
+    ),
+}
+# --help, a refused value and a report import no torch. Files below these folders may import it inside functions only.
+NO_TORCH_AT_THE_TOP = (
+    "train.py",
+    "evaluate.py",
+    "src/schema.py",
+    "src/data/__init__.py",
+    "src/data/check.py",
+    "src/engine/data/csv_listing.py",
+    "src/engine/data/folder.py",
+    "src/engine/data/fractions.py",
+    "src/parallel/__init__.py",
+    "src/train/__init__.py",
+    "src/train/losses.py",
+    "src/train/metrics.py",
+    "src/engine/errors.py",
+    "src/engine/metric.py",
+    "src/engine/analysis/",
+    "src/engine/config/",
+    "src/engine/data/dataset.py",
+    "src/engine/data/seeds.py",
+    "src/engine/doctor/",
+    "src/engine/faults/",
+    "src/engine/jobs/",
+    "src/engine/launch/",
+    "src/engine/machine/",
+    "src/engine/record/environment.py",
+    "src/engine/record/jobs.py",
+    "src/engine/record/result.py",
+    "src/engine/report/",
+    "src/engine/search/",
+    "src/engine/sweep/",
+)
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
+LINES_OF_A_FILE = 260
+# Lists of keys and of arguments, looked up and not read.
+LONG_FILES = {"src/schema.py": 661, "scripts/from_timm.py": 263}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_in(file: str, places: tuple[str, ...]) -> bool:
+    return any(file == place or (place.endswith("/") and file.startswith(place)) for place in places)
+
+
+def broken_rules(file: str, source: str) -> list[str]:
+    """Return the imports and names in `file` that break the rules."""
+    problems = []
+    for named in names_in(source):
+        at = f"{file}:{named.line}"
+        if named.is_import and named.name.startswith("."):
+            problems.append(f"{at} imports {named.name}: give the full name")
+        if named.for_types:
+            continue
+        if file.startswith("src/engine/") and re.match(r"src\.(?!engine\b|schema\b)", named.name):
+            problems.append(f"{at} the engine imports {named.name}")
+        for library, places in ALLOWED.items():
+            if re.fullmatch(rf"{library}(\..*)?", named.name) and not is_in(file, places):
+                problems.append(f"{at} {named.name} belongs in {', '.join(places)}")
+        is_heavy = re.match(r"(torch|torchvision|timm)\b", named.name)
+        if is_heavy and named.is_import and not named.in_function and is_in(file, NO_TORCH_AT_THE_TOP):
+            problems.append(f"{at} imports {named.name} at the top")
+    return problems + long_functions(file, source)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_source_file_follows_import_rules_and_naming_and_size_limits(path: Path) -> None:
+    file, source = name_of(path), path.read_text(encoding="utf-8")
+    assert broken_rules(file, source) == []
+    assert len(source.splitlines()) <= LONG_FILES.get(file, LINES_OF_A_FILE)
+    assert path.stem not in VAGUE_NAMES, "the file name must describe its contents"
+    assert not VAGUE_NAMES & set(path.relative_to(ROOT).parts[:-1])
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_size_of_the_code_stays_within_its_limit(name: str) -> None:
+    assert measure()[name] <= LIMITS[name]
+
+
+def test_no_import_cycle_exists_between_files_or_packages() -> None:
+    assert find_cycle() == []
+
+
+def test_user_code_imports_only_the_permitted_engine_packages() -> None:
+    allowed = {"data", "parallel", "runtime", "faults", "machine", "record", "config", "errors", "metric"}
+    wrong = [
+        f"{file} imports {target}"
+        for file, targets in imports().items()
+        if file.startswith("src/") and not file.startswith("src/engine/") and not file.endswith("__main__.py")
+        for target in targets
+        if package_of(target).startswith("engine.") and package_of(target).removeprefix("engine.") not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("src/engine/record/console.py", "import src.train.loop", "the engine imports src.train.loop"),
+        ("src/engine/launch/job.py", "def f():\n    from src.train import run", "the engine imports src.train.run"),
+        ("src/engine/data/loader.py", "from ..models import build_model", "give the full name"),
+        ("src/train/run.py", "import omegaconf", "omegaconf belongs in"),
+        ("src/engine/report/report.py", "from hydra.core import plugins", "hydra.core.plugins belongs in"),
+        ("src/train/run.py", "import torch\ntorch.distributed.barrier()", "torch.distributed.barrier belongs in"),
+        (
+            "src/train/build.py",
+            "import torch\nmodel = torch.nn.DataParallel(model)",
+            "torch.nn.DataParallel belongs in",
+        ),
+        ("src/engine/runtime/meter.py", "import timm", "timm belongs in"),
+        ("src/engine/report/tables.py", "import torch", "imports torch at the top"),
+        ("train.py", "from timm import create_model", "imports timm.create_model at the top"),
+        ("src/train/run.py", "def f():\n" + "    pass\n" * 60, "f has 61 lines"),
+    ],
+)
+def test_broken_import_rule_is_detected(file: str, source: str, complaint: str) -> None:
+    assert any(complaint in line for line in broken_rules(file, source))
+
+
+@pytest.mark.parametrize("path", OPTION_FILES, ids=name_of)
+def test_option_file_starts_with_its_purpose_and_command(path: Path) -> None:
+    opening = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        opening.append(line)
+    comments = [line for line in opening if not line.startswith("# @package")]
+    assert len(comments) >= 2, "the file must open with its purpose and its command"
+    group, option = path.parent.name, path.stem
+    commands = [line for line in comments if re.search(r"\b(python|torchrun .*)\s*train\.py", line)]
+    assert commands
+    if path.parent != ROOT / "conf" and group not in ("hydra", "train", "local"):
+        assert any(f"{group}={option}" in line for line in commands), f"no command chooses {group}={option}"
+    if group == "experiment":
+        assert any(line.startswith("# Expected: ") for line in comments)

@@ -1,0 +1,161 @@
+"""`make gpu-check` without a GPU: parsing of its inputs, and its profile on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.maintain import bench_measures, gpu_check, gpu_profile, gpu_wheels
+from scripts.maintain.gpu_check import NOT_SEEN, TRAININGS, Row
+from src.engine.machine import hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.processes
+def test_gpu_check_prints_one_line_without_a_device() -> None:
+    command = [sys.executable, "scripts/maintain/gpu_check.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    if not hardware.visible_cuda_devices():
+        assert (done.returncode, done.stdout) == (0, NOT_SEEN.format("no CUDA device is visible here") + "\n"), (
+            done.stderr
+        )
+
+
+def test_failed_or_skipped_check_does_not_stop_remaining_checks() -> None:
+    def breaks(seconds: float) -> list[Row]:
+        raise RuntimeError("no\ndriver")
+
+    def sees(seconds: float) -> list[Row]:
+        return [Row("seen", f"{seconds:.0f}")]
+
+    rows = gpu_check.check((("one", breaks, 9), ("two", sees, 9), ("three", sees, 900), ("four", breaks, 1000)), 100)
+    assert [row.wrong for row in rows] == [True, False, False, True]
+    assert (
+        rows[0].figure == "broke: RuntimeError: no driver" and rows[1].figure == "9" and rows[2].figure in ("100", "99")
+    )
+    late = gpu_check.check((("late", breaks, 60),), seconds=20)
+    assert late == [Row("late", "not run: no time left")]
+
+    def hangs(seconds: float) -> list[Row]:
+        subprocess.run(["sleep", "100"], timeout=0.2, check=False)
+        return []
+
+    assert gpu_check.check((("long", hangs, 9),), 100) == [Row("long", "not run within 9 s")]
+
+
+def test_second_measurement_round_starts_only_when_time_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = 0.0, []
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def side(self: bench_measures.Training, *given: object) -> dict[str, float]:
+        nonlocal now
+        limits.append(self.limit)
+        now += 30
+        return {"images_per_sec": 1.0, "peak_mib": 1.0}
+
+    monkeypatch.setattr(bench_measures.Training, "ours", side)
+    monkeypatch.setattr(bench_measures.Training, "by_hand", side)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (SimpleNamespace(name="made up"),))
+    part = gpu_check.against_by_hand("r", TRAININGS["ResNet-50"])
+    assert not any(row.wrong for row in part(125)) and limits == [125, 95]
+    part(140)
+    assert limits[2:] == [140, 110, 80, 50]
+
+
+def test_pytest_output_is_parsed_into_rows() -> None:
+    output = (
+        "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ 50%]\n"
+        "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] - assert 1\n1 failed"
+    )
+    assert gpu_check.outcomes(output) == [("test_a.py::test_one", "passed"), ("test_a.py::test_two[a b]", "failed")]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_slow_tests_are_ended_and_earlier_results_are_reported(tmp_path: Path) -> None:
+    """Start pytest as `make gpu-check` does on a GPU machine."""
+    file = tmp_path / "test_made_up.py"
+    marked = "import time, pytest\npytestmark = pytest.mark.gpu\n"
+    file.write_text(marked + "def test_one(): pass\ndef test_two(): assert 0\ndef test_three(): time.sleep(100)\n")
+    rows = gpu_check.tests(str(file))(6)
+    assert [(row.what.rpartition("::")[2], row.figure, row.wrong) for row in rows] == [
+        ("test_one", "passed", False), ("test_two", "failed", True), ("test_two", "not run within 6 s", False)
+    ]  # fmt: skip
+
+
+def test_missing_package_is_reported_before_checks_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (object(),))
+    monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "hydra_that_is_not_there"))
+    monkeypatch.setattr(gpu_check, "check", lambda: pytest.fail("expected no checks when a package is missing"))
+    assert gpu_check.main() == 2
+    output = capsys.readouterr().out
+    assert "hydra_that_is_not_there" in output and "make gpu-wheels" in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
+def test_speed_is_compared_in_the_better_round(ours: int, wrong: bool) -> None:
+    training = TRAININGS["ResNet-50"]
+    rounds = [
+        ({"images_per_sec": rate, "peak_mib": 10.0}, {"images_per_sec": 10000, "peak_mib": 10.0})
+        for rate in (9000, ours)
+    ]
+    rows = gpu_check.compare("r", training, rounds, "NVIDIA H100 80GB HBM3")
+    assert [row.wrong for row in rows] == [False, wrong, False, False]
+    mfu = float(rows[3].figure)
+    assert mfu == pytest.approx(3 * 2 * 4.1e9 * (9000 + ours) / 2 / 989e12, rel=0.03), (
+        "expected 4.1e9 multiply-adds per image, as in He et al."
+    )
+    assert gpu_check.compare("r", training, rounds, "another")[3].figure == "of an unknown peak"
+
+
+def test_comparison_runs_same_configuration_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the commands of the comparison without running them on a device."""
+    commands: list[list[str]] = []
+
+    def call(command: list[str], limit: float) -> str:
+        commands.append(command)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(bench_measures, "call", call)
+    for training in (*TRAININGS.values(), replace(TRAININGS["ResNet-50"], compile=True)):
+        for side in (lambda: training.ours(1, "dp"), lambda: training.by_hand(1)):  # noqa: B023
+            with pytest.raises(RuntimeError, match="not here"):
+                side()
+        ours, by_hand = commands[-2:]
+        assert "parallel=dp" in ours and "parallel.accelerator=cuda" in ours and "train.precision=bf16" in ours
+        assert f"data.batch_size={training.batch_size}" in ours and str(training.batch_size) in by_hand
+        assert {"--accelerator", "cuda", "bf16", "--channels-last"} <= set(by_hand)
+        assert ("--compile" in by_hand) == ("model.compile=true" in ours) == training.compile
+
+
+def test_bench_runs_only_existing_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts: list[str] = []
+    monkeypatch.setattr(bench_measures, "parse_output", lambda command: scripts.append(command[1]))
+    for part in bench_measures.parts(tmp_path, 1).values():
+        part()
+    assert scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
+
+
+def test_idle_time_is_time_without_a_running_kernel() -> None:
+    assert gpu_profile.busy_and_idle([(0, 4), (2, 3), (6, 7), (6.5, 9)]) == (7, 2, 2)
+    assert gpu_profile.busy_and_idle([]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_gpu_profile_runs_the_training_loop_of_the_project() -> None:
+    rows = gpu_profile.measure("cpu", "model=tiny", "train.precision=bf16")
+    assert 0 < rows["kernels"] <= rows["step"] and rows["no kernel runs"] > 0 == rows["copies"]
+
+
+def test_gpu_wheels_include_only_packages_missing_from_torch_install() -> None:
+    names = gpu_wheels.closure(gpu_wheels.WANTED)
+    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "pyyaml", "pytest"} <= set(names)
+    assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)

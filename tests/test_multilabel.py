@@ -1,0 +1,240 @@
+"""Multi-label training, class weights and balanced sampling; metrics match scikit-learn at any world size."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import resolved, run_warm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import average_precision_score, f1_score
+from torch import Tensor
+
+import evaluate as entry
+from src.engine.data.samplers import TrainSampler, class_balance
+from src.engine.record.result import read_result
+from src.engine.runtime.predictions import calibration_error, count_by_confidence
+from src.schema import AugmentConfig, TrainConfig
+from src.train.losses import build_criterion, class_weights
+from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
+
+LABELS = ("beach", "night", "people")
+SMALL = (
+    "train=multilabel",
+    "data=csv",
+    "data.image_size=16",
+    "data.batch_size=6",
+    "data.val_fraction=0.4",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=2",
+    "optim.lr=3e-3",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 44 images with zero to three labels each, and a CSV that lists them."""
+    folder = tmp_path_factory.mktemp("scenes")
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(44):
+        own = [name for bit, name in enumerate(LABELS) if number >> bit & 1]
+        Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        rows.append((f"{number}.png", ";".join(own)))
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "label"), *rows])
+    return folder / "labels.csv"
+
+
+# A few values only, so that scores tie.
+rows_of_scores = st.integers(2, 40).flatmap(
+    lambda n: st.tuples(
+        st.lists(
+            st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=3, max_size=3), min_size=n, max_size=n
+        ),
+        st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n, max_size=n),
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows_of_scores)
+@pytest.mark.filterwarnings("ignore:No positive class")
+def test_map_and_f1_macro_match_scikit_learn(rows: tuple[list[list[float]], list[list[bool]]]) -> None:
+    scores, labels = torch.tensor(rows[0]), torch.tensor(rows[1]).float()
+    expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
+    assert mean_average_precision(scores, labels) == pytest.approx(expected)
+    counts = count_labels(scores, labels, torch.zeros(0))
+    predicted = scores.sigmoid() >= 0.5
+    assert macro_f1(counts, len(scores)) == pytest.approx(f1_score(labels, predicted, average="macro", zero_division=0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
+def test_calibration_error_matches_scikit_learn_calibration_curve(images: int, classes: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.randn(images, classes, generator=draw) * 3
+    labels = torch.randint(classes, (images,), generator=draw)
+    sums = count_by_confidence(lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64))
+    confidence, predicted = scores.softmax(1).max(1)
+    share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
+    counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
+    expected = (np.abs(share - mean) * counts[counts > 0]).sum() / images
+    assert calibration_error(sums, images) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_warm(tmp_path_factory.mktemp("single"), *SMALL, f"data.root={scenes}", "parallel=single")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [2, 3])
+def test_multilabel_metrics_match_on_any_number_of_ranks(
+    devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path
+) -> None:
+    words = (*SMALL, f"data.root={scenes}", "parallel=ddp", f"parallel.devices={devices}")
+    one, other = (read_result(folder).val for folder in (multilabel_run, run_warm(tmp_path, *words)))
+    assert one["samples"] == other["samples"]
+    for name in MULTILABEL_METRICS:
+        assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+def test_multilabel_metrics_match_exported_predictions(
+    multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "predictions.csv"
+    assert entry.main([f"run={multilabel_run}", f"predictions={table}", "checkpoint=last", "data.workers=0"]) == 0
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    val = read_result(multilabel_run).val
+    assert len(rows) == val["samples"]
+    scores, labels = np.zeros((len(rows), 3)), np.zeros((len(rows), 3))
+    for number, row in enumerate(rows):
+        for name in filter(None, row["label"].split(";")):
+            labels[number, LABELS.index(name)] = 1
+        for place in (1, 2, 3):
+            scores[number, LABELS.index(row[f"class_{place}"])] = float(row[f"probability_{place}"])
+    assert average_precision_score(labels, scores, average="macro") == pytest.approx(val["map"], abs=1e-3)
+    assert f1_score(labels, scores >= 0.5, average="macro", zero_division=0) == pytest.approx(val["f1_macro"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words", [SMALL, ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16")]
+)
+def test_run_stopped_mid_epoch_resumes_bit_identically(words: tuple[str, ...], scenes: Path, tmp_path: Path) -> None:
+    root = (f"data.root={scenes}",) if words is SMALL else ()
+    more = (*words, *root, "train.epochs=2", "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+    whole = run_warm(tmp_path / "whole", *more)
+    run_warm(tmp_path / "parts", *more, "train.max_steps=3")
+    parts = run_warm(tmp_path / "parts", *more)
+    weights = [torch.load(run / "checkpoints/last.pt", weights_only=True)["model"] for run in (whole, parts)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("train.task=multilabel", "train.loss=ce"), "train.loss=ce"),
+        (("train.loss=asl",), "train.loss=asl"),
+        (("train.task=multilabel", "train.loss=bce"), "checkpoint.metric=val/acc"),
+        (("checkpoint.metric=val/map",), "checkpoint.metric=val/map"),
+        (("train=multilabel",), "train.task=multilabel"),
+        (("train=multilabel", "data=csv", "data.root=x", "data.augment.mixup=0.2"), "data.augment.mixup"),
+        (("train=multilabel", "data=csv", "data.root=x", "data.balance=1"), "data.balance=1"),
+        (("data.balance=1", "data.augment.aug_repeats=2"), "data.balance=1"),
+        (("train.class_weights=most",), "train.class_weights=most"),
+        (("train.class_weights=[1,-1]",), "train.class_weights=[1, -1]"),
+    ],
+)
+def test_keys_incompatible_with_task_are_refused(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved(*words)
+    assert str(refusal.value).startswith(key)
+
+
+def test_automatic_class_weights_match_timm() -> None:
+    labels = torch.tensor([0] * 6 + [1] * 3 + [2])
+    weights = class_weights(TrainConfig(class_weights="auto"), labels, 3)["class_weight"]
+    assert weights[1] / weights[0] == pytest.approx(2)
+    assert weights[2] / weights[0] == pytest.approx(6)
+    assert weights.mean() == pytest.approx(1)
+    several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    assert class_weights(TrainConfig(class_weights="auto"), several, 2)["pos_weight"].tolist() == pytest.approx(
+        [1 / 3, 3]
+    )
+
+
+def test_class_weights_have_one_number_per_output() -> None:
+    with pytest.raises(ValueError, match=r"train\.class_weights=\[1\.0, 2\.0\]: .* 3 classes"):
+        class_weights(TrainConfig(class_weights=[1.0, 2.0]), None, 3)
+    # The last class has no training image, as with data.limit_train.
+    weights = class_weights(TrainConfig(class_weights="auto"), torch.tensor([0, 0, 1]), 3)
+    assert weights["class_weight"].shape == (3,)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_cross_entropy_is_mean_over_images(smoothing: float) -> None:
+    config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)
+    criterion = build_criterion(config, AugmentConfig(), class_weights(config, None, 3))
+    scores, labels = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1] * 2)
+    halves = (criterion(scores[:4], labels[:4]) + criterion(scores[4:], labels[4:])) / 2
+    assert criterion(scores, labels).item() == pytest.approx(halves.item())
+    if smoothing == 0:
+        each = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+        expected = (each * torch.tensor(config.class_weights)[labels]).mean()
+        assert criterion(scores, labels).item() == pytest.approx(expected.item())
+
+
+LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+
+
+def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
+    weights = class_balance(LONG_TAIL, balance)
+    return TrainSampler(len(LONG_TAIL), 100, rank, world_size, seed=3, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
+)
+def test_balance_draws_classes_in_proportion_to_power_of_class_size(balance: float, shares: tuple[float, ...]) -> None:
+    drawn: Counter[int] = Counter()
+    one = sampler(0, 1, balance)
+    for epoch in range(20):
+        one.start_at(epoch)
+        drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
+    for label, share in enumerate(shares):
+        # Five standard deviations.
+        assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_balanced_sampler_divides_distinct_draws_among_ranks(world_size: int) -> None:
+    whole = sampler(0, 1, 1.0)
+    whole.start_at(5)
+    drawn = whole.shard().tolist()
+    assert len(set(drawn)) == len(drawn) == 1000, (
+        "expected distinct numbers, because two draws of an image need different augmentations"
+    )
+    shards: list[Tensor] = []
+    for rank in range(world_size):
+        own = sampler(rank, world_size, 1.0)
+        own.start_at(5)
+        shards.append(own.shard())
+    assert torch.stack(shards, 1).flatten().tolist() == drawn
+
+
+def test_balance_requires_one_class_per_image() -> None:
+    with pytest.raises(ValueError, match=r"data\.balance=1"):
+        class_balance(None, 1)

@@ -1,0 +1,242 @@
+"""Datasets without prepared splits: class folders with data.val_fraction, and data=csv."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import resolved, run_warm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import evaluate as entry
+from src.data.check import check_data, training_size
+from src.data.datasets import build_dataset
+from src.engine.data.dataset import data_fingerprints
+from src.engine.data.fractions import split_of
+from src.engine.record.result import read_result
+from src.schema import DataConfig
+
+CLASSES = ("daisy", "rose", "tulip")
+SMALL = ("data.image_size=16", "data.batch_size=8", "data.limit_train=null", "data.workers=0", "train.epochs=1")
+
+
+def draw_images(root: Path, per_class: int = 12, suffix: str = "png") -> Path:
+    """Write `<root>/<class>/p<patient>_<number>.png`, two images per patient."""
+    pixels = np.random.default_rng(0)
+    for name in CLASSES:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(per_class):
+            image = Image.fromarray(pixels.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+            image.save(root / name / f"p{number // 2}_{number}.{suffix}")
+    return root
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def names_of(split: Any) -> set[str]:
+    return {f"{path.parent.name}/{path.name}" for path, _ in split.files}
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_images(tmp_path_factory.mktemp("data") / "flowers")
+
+
+@given(
+    st.sets(st.text(min_size=1), max_size=30),
+    st.sets(st.text(min_size=1), max_size=30),
+    st.floats(0.01, 0.6),
+    st.floats(0.01, 0.3),
+)
+def test_split_of_image_is_stable_when_images_are_added_or_fraction_grows(
+    names: set[str], added: set[str], fraction: float, more: float
+) -> None:
+    data = DataConfig(name="folder", val_fraction=fraction)
+    before = {name: split_of(name, data) for name in names}
+    assert all(split_of(name, data) == before[name] for name in names | added if name in before)
+    larger = DataConfig(name="folder", val_fraction=fraction + more)
+    assert all(split_of(name, larger) == "val" for name, split in before.items() if split == "val")
+
+
+@settings(max_examples=20)
+@given(st.floats(0.05, 0.4), st.floats(0.05, 0.4))
+def test_split_of_gives_each_split_its_requested_share(val: float, test: float) -> None:
+    data = DataConfig(name="folder", val_fraction=val, test_fraction=test)
+    counts = Counter(split_of(f"class/{number}.jpg", data) for number in range(4000))
+    # Five standard deviations of a binomial share.
+    for split, share in (("val", val), ("test", test)):
+        assert abs(counts[split] / 4000 - share) < 5 * (share * (1 - share) / 4000) ** 0.5
+
+
+def test_val_fraction_assigns_every_image_to_exactly_one_split(flowers: Path) -> None:
+    config = DataConfig(name="folder", root=str(flowers), val_fraction=0.3, test_fraction=0.2)
+    check_data(config)
+    dataset = build_dataset(config)
+    assert dataset.class_names == list(CLASSES)
+    parts = [names_of(split) for split in (dataset.train, dataset.val, dataset.test)]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 36
+    assert training_size(config) == len(parts[0])
+
+
+def test_adding_images_does_not_change_split_of_existing_images(tmp_path: Path) -> None:
+    root = draw_images(tmp_path)
+    config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
+    before = build_dataset(config)
+    draw_images(root, per_class=20, suffix="bmp")
+    after = build_dataset(config)
+    assert names_of(before.train) < names_of(after.train)
+    assert names_of(before.val) < names_of(after.val)
+
+
+def test_group_pattern_keeps_each_group_in_one_split(flowers: Path) -> None:
+    config = DataConfig(name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_")
+    dataset = build_dataset(config)
+    groups = [{name.partition("/")[2].partition("_")[0] for name in names_of(s)} for s in (dataset.train, dataset.val)]
+    assert groups[0]
+    assert groups[1]
+    assert not groups[0] & groups[1]
+
+
+def rows_of(root: Path, **columns: Any) -> list[dict[str, Any]]:
+    """Return a CSV row per image; each additional column is a function of the row number."""
+    files = sorted(root.glob("*/*.png"))
+    return [
+        {"file": path.relative_to(root).as_posix(), "label": path.parent.name}
+        | {name: column(number) for name, column in columns.items()}
+        for number, path in enumerate(files)
+    ]
+
+
+def test_csv_split_column_determines_split(flowers: Path) -> None:
+    rows = rows_of(flowers, split=lambda number: ("train", "val", "test", "train")[number % 4])
+    path = write_csv(flowers / "split.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path)))
+    assert dataset.class_names == list(CLASSES)
+    assert names_of(dataset.val) == {row["file"] for row in rows if row["split"] == "val"}
+    assert names_of(dataset.test) == {row["file"] for row in rows if row["split"] == "test"}
+    assert all(dataset.class_names[label] == file.parent.name for file, label in dataset.train.files)
+
+
+def test_csv_folds_partition_images(flowers: Path) -> None:
+    path = write_csv(flowers / "folds.csv", rows_of(flowers, fold=lambda number: number % 3))
+    folds = [build_dataset(DataConfig(name="csv", root=str(path), fold=fold)) for fold in range(3)]
+    vals = [names_of(dataset.val) for dataset in folds]
+    assert sum(map(len, vals)) == len(set.union(*vals)) == 36
+    assert all(names_of(dataset.train) == set.union(*vals) - val for dataset, val in zip(folds, vals, strict=True))
+
+
+def test_csv_group_column_keeps_each_group_in_one_split(flowers: Path) -> None:
+    rows = rows_of(flowers, group=lambda number: f"patient {number // 4}")
+    path = write_csv(flowers / "groups.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path), val_fraction=0.4))
+    group = {row["file"]: row["group"] for row in rows}
+    train, val = ({group[name] for name in names_of(split)} for split in (dataset.train, dataset.val))
+    assert train
+    assert val
+    assert not train & val
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "named"),
+    [
+        (["name,label", "a.png,x"], {}, "file"),
+        (["file,label", "a.png,x", "b.png,x"], {"val_fraction": 0.2}, "1 labels"),
+        (["file,label", "daisy/p0_0.png,", "rose/p0_0.png,y", "tulip/p0_0.png,z"], {"val_fraction": 0.2}, "line 2"),
+        (["file,label,split", "a.png,x,dev", "b.png,y,val"], {}, "split=dev"),
+        (["file,label", "a.png,x", "b.png,y"], {}, r"data\.val_fraction"),
+        (["file,label,fold", "a.png,x,0", "b.png,y,1"], {"fold": 4}, "0, 1"),
+        (["file,label,fold", "a.png,x,0", "b.png,y,"], {"fold": 0}, "line 3"),
+        (["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,val"], {}, r"missing\.png"),
+    ],
+)
+def test_error_names_invalid_entry_of_csv(
+    flowers: Path, lines: list[str], settings: dict[str, Any], named: str
+) -> None:
+    path = flowers / "bad.csv"
+    path.write_text("\n".join(lines) + "\n")
+    config = DataConfig(name="csv", root=str(path), **settings)
+
+    def read() -> None:
+        check_data(config)
+        build_dataset(config)
+
+    with pytest.raises(ValueError, match=named) as refusal:
+        read()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=digits", "data.val_fraction=0.1"), "data.val_fraction=0.1"),
+        (("data=folder", "data.root=x", "data.test_fraction=0.1"), "data.test_fraction=0.1"),
+        (("data=folder", "data.root=x", "data.val_fraction=0.6", "data.test_fraction=0.5"), "data.val_fraction=0.6"),
+        (("data=folder", "data.root=x", "data.fold=1"), "data.fold=1"),
+        (("data=csv", "data.root=x", "data.fold=1", "data.val_fraction=0.2"), "data.fold=1"),
+        (("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"), "data.group_pattern=("),
+    ],
+)
+def test_split_keys_are_refused_when_they_conflict_or_have_no_effect(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved(*words)
+    assert str(refusal.value).startswith(key)
+
+
+def test_val_fraction_is_refused_when_val_folder_exists(tmp_path: Path) -> None:
+    draw_images(tmp_path / "train")
+    draw_images(tmp_path / "val")
+    with pytest.raises(ValueError, match=r"data\.val_fraction"):
+        check_data(DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2))
+
+
+def test_error_for_empty_split_names_its_fraction(flowers: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.val_fraction=1e-09"):
+        build_dataset(DataConfig(name="folder", root=str(flowers), val_fraction=1e-9))
+
+
+def test_fingerprint_of_all_images_does_not_depend_on_split(flowers: Path) -> None:
+    path = write_csv(flowers / "fingerprints.csv", rows_of(flowers, fold=lambda number: number % 3))
+    folds = [build_dataset(DataConfig(name="csv", root=str(path), fold=fold)) for fold in (0, 1)]
+    first, second = (data_fingerprints(dataset) for dataset in folds)
+    assert first["all"] == second["all"]
+    assert first["train"] != second["train"]
+    assert first["val"] != second["val"]
+    other = write_csv(
+        flowers / "other.csv", [{**row, "label": "daisy"} for row in rows_of(flowers)][:20] + rows_of(flowers)[20:]
+    )
+    changed = build_dataset(DataConfig(name="csv", root=str(other), val_fraction=0.3))
+    assert data_fingerprints(changed)["all"] != first["all"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("data", ["folder", "csv"])
+def test_custom_images_give_same_results_under_single_and_ddp(
+    data: str, flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = flowers
+    if data == "csv":
+        root = write_csv(flowers / "all.csv", rows_of(flowers))
+    words = (*SMALL, f"data={data}", f"data.root={root}", "data.val_fraction=0.3", "data.test_fraction=0.2")
+    single = read_result(run_warm(tmp_path / "single", *words, "parallel=single", "parallel.accelerator=cpu"))
+    ddp = read_result(run_warm(tmp_path / "ddp", *words, "parallel=ddp", "parallel.devices=2"))
+    assert single.val["samples"] == ddp.val["samples"]
+    assert single.val["loss"] == pytest.approx(ddp.val["loss"], rel=1e-4)
+    assert single.test["correct"] == ddp.test["correct"]
+    assert single.data == ddp.data
+    assert single.data.keys() == {"all", "train", "val", "test"}
+    capfd.readouterr()
+    assert entry.main([f"run={tmp_path / 'single'}", "split=test", "data.workers=0"]) == 0
+    assert f'"samples": {single.test["samples"]}' in capfd.readouterr().out

@@ -1,0 +1,58 @@
+"""Loss and metrics of a training step are means over the images of all ranks, replicas and accumulated batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks, resolved
+
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
+from src.schema import ResolvedConfig
+from src.train.build import RunParts
+from src.train.loop import train_epoch
+
+# Three steps; the first report is of two, the second of the epoch's last one. The model has no BatchNorm.
+COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")
+IN_CHUNKS = ("parallel=dp", "parallel.devices=3", "data.batch_size=25", "data.limit_train=75")  # chunks of 9, 9 and 7
+SPREADS = {
+    "dp_with_the_loss_on_one_device": (*IN_CHUNKS, "parallel.loss_in_replica=false"),
+    "dp_with_the_loss_in_replicas": (*IN_CHUNKS, "parallel.loss_in_replica=true"),
+    "dp_accumulating": (*IN_CHUNKS, "parallel.loss_in_replica=true", "data.limit_train=150", "train.accumulate=2"),
+    "ddp": ("parallel=ddp", "parallel.devices=3", "data.batch_size=24", "data.limit_train=72"),
+    "accumulating": ("parallel=single", "data.batch_size=12", "data.limit_train=72", "train.accumulate=2"),
+}
+
+
+def reported_means(ranks: Ranks, store: Any, config: ResolvedConfig) -> list[dict[str, float]]:
+    torch.manual_seed(config.seed)
+    strategy = build_strategy(config.parallel, ranks, store)
+    try:
+        run = RunParts(config, strategy)
+        batches = run.train.epoch(0)
+        reports = train_epoch(run.state, batches, config, strategy, run.hooks, run.steps_per_epoch)
+        return [report.means for report in reports]
+    finally:
+        strategy.close()
+
+
+def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
+    """Train on the same images in one batch per step."""
+    batch, images = config.global_batch * config.train.accumulate, config.data.limit_train
+    overrides = ("parallel=single", f"data.batch_size={batch}", f"data.limit_train={images}")
+    return reported_means(Ranks(), None, resolved(*COMMON, *overrides))
+
+
+@pytest.mark.parametrize(
+    "spread", [pytest.param("ddp", marks=pytest.mark.processes), *sorted(SPREADS.keys() - {"ddp"})]
+)
+def test_step_metrics_match_single_however_a_batch_is_divided(spread: str) -> None:
+    config = resolved(*COMMON, *SPREADS[spread])
+    expected = means_of_single(config)
+    assert [list(means) for means in expected] == [["loss", "acc"]] * 2
+    assert all(means["acc"] > 0 for means in expected), "equal zeros would mean nothing"
+    of_ranks = in_ranks(reported_means, 3, config) if spread == "ddp" else [reported_means(Ranks(), None, config)]
+    for actual in of_ranks:
+        assert actual == [pytest.approx(means, abs=1e-6) for means in expected]

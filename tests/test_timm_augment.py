@@ -1,0 +1,300 @@
+"""Augmentation and training settings with timm's names. Each gives the same result as the code of timm."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import resolved
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms_factory import transforms_imagenet_train
+from timm.loss import BinaryCrossEntropy
+from timm.models import model_parameters
+from timm.scheduler import create_scheduler_v2
+from timm.utils import dispatch_clip_grad
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from src.data.erasing import Erasing
+from src.data.transforms import train_transform
+from src.engine.data.samplers import seed_draws
+from src.engine.data.seeds import seed_for
+from src.schema import AugmentConfig, OptimConfig, TrainConfig
+from src.train.loop import _clip_gradients
+from src.train.losses import build_criterion
+from src.train.mixing import Mixing
+from src.train.optim import build_schedule
+
+SIZE = 48
+CPU = torch.device("cpu")
+
+
+def picture(size: tuple[int, int] = (SIZE, SIZE)) -> Tensor:
+    """Return a smooth image with all colors. At sharp edges, resizing a PIL image and a tensor would differ visibly."""
+    rows, columns = np.mgrid[: size[0], : size[1]]
+    pixels = [rows * 255 // size[0], columns * 255 // size[1], (rows + 2 * columns) * 255 // (size[0] + 2 * size[1])]
+    return torch.from_numpy(np.stack(pixels).astype(np.uint8))
+
+
+def timms(steps: Any, image: Tensor) -> Tensor:
+    """Apply some of timm's transforms, which work on PIL images, to `image`."""
+    changed = Image.fromarray(image.permute(1, 2, 0).numpy())
+    for step in steps:
+        changed = step(changed)
+    return v2.functional.pil_to_tensor(changed)
+
+
+# Setting -> (our config, timm's arguments, largest difference of a value). Flips and policies are equal bit for bit; in the
+# others, PIL and torch round differently.
+SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "vflip": ({"vflip": 0.5, "hflip": 0.5}, {"vflip": 0.5, "hflip": 0.5}, 0),
+    "color_jitter": ({"color_jitter": 0.4}, {"color_jitter": 0.4}, 4),
+    "color_jitter_prob": (
+        {"color_jitter": 0.4, "color_jitter_prob": 0.3},
+        {"color_jitter": 0.4, "color_jitter_prob": 0.3},
+        4,
+    ),
+    "grayscale_prob": ({"grayscale_prob": 0.4}, {"grayscale_prob": 0.4}, 1),
+    "gaussian_blur_prob": ({"gaussian_blur_prob": 0.5}, {"gaussian_blur_prob": 0.5}, 0),
+    "aa_without_color_jitter": (
+        {"aa": "rand-m9-mstd0.5-inc1", "color_jitter": 0.4},
+        {"auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.4},
+        0,
+    ),
+    "aa_random_interpolation": (
+        {"aa": "rand-m9-inc1", "interpolation": "random"},
+        {"auto_augment": "rand-m9-inc1", "interpolation": "random"},
+        0,
+    ),
+    "aa_bicubic": (
+        {"aa": "rand-m9-inc1", "interpolation": "bicubic"},
+        {"auto_augment": "rand-m9-inc1", "interpolation": "bicubic"},
+        0,
+    ),
+    "aa_original": ({"aa": "original-mstd0.5"}, {"auto_augment": "original-mstd0.5"}, 0),
+    "aa_3a_with_color_jitter": ({"aa": "3a", "color_jitter": 0.3}, {"auto_augment": "3a", "color_jitter": 0.3}, 4),
+    "augmix": ({"aa": "augmix-m5-w4-d2"}, {"auto_augment": "augmix-m5-w4-d2"}, 0),
+}
+
+
+@pytest.mark.parametrize("mean", [IMAGENET_DEFAULT_MEAN, (0.1, 0.9, 0.3)], ids=["imagenet", "own"])
+@pytest.mark.parametrize("name", SAME_DRAWS)
+def test_transform_matches_timm_for_equal_random_draws(name: str, mean: tuple[float, ...]) -> None:
+    ours, theirs, tolerance = SAME_DRAWS[name]
+    transform = train_transform(AugmentConfig(**ours), SIZE, resize=False, mean=mean)
+    assert transform is not None
+    arguments = {"hflip": 0.0, "color_jitter": None, "interpolation": "bilinear", "mean": mean} | theirs
+    crop_and_flips, others, _ = transforms_imagenet_train(SIZE, normalize=False, separate=True, **arguments)
+    image, changed = picture(), 0
+    for index in range(40):
+        seed_draws(0, 0, index)
+        found = transform(image)
+        seed_draws(0, 0, index)
+        expected = timms([*crop_and_flips.transforms[1:], *others.transforms], image)
+        assert (found.int() - expected.int()).abs().max() <= tolerance
+        changed += not torch.equal(found, image)
+    assert changed >= 8
+    assert changed <= 36 or "prob" not in name
+
+
+@pytest.mark.parametrize("mode", ["rkrc", "rkrr"])
+@pytest.mark.parametrize("given", [{}, {"scale": [0.5, 1.0], "ratio": [0.8, 1.25]}], ids=["timms_range", "own_range"])
+def test_train_crop_mode_matches_timm_for_equal_random_draws(mode: str, given: dict[str, Any]) -> None:
+    transform = train_transform(AugmentConfig(train_crop_mode=mode, **given), SIZE, resize=True)
+    assert transform is not None
+    crop = transforms_imagenet_train(
+        SIZE, train_crop_mode=mode, hflip=0, color_jitter=None, interpolation="bilinear", normalize=False, **given
+    )
+    for index, size in enumerate([(80, 120), (120, 80), (SIZE, SIZE), (200, 64)] * 5):
+        image = picture(size)
+        seed_draws(0, 0, index)
+        found = transform(image)
+        seed_draws(0, 0, index)
+        expected = timms(crop.transforms[:2], image)
+        assert found.shape == (3, SIZE, SIZE)
+        assert (found.int() - expected.int()).abs().max() <= 2
+
+
+def test_train_crop_mode_rrc_uses_the_scale_of_timm() -> None:
+    plain, named = (
+        train_transform(AugmentConfig(**given), SIZE, resize=True)
+        for given in ({"scale": [0.08, 1.0]}, {"train_crop_mode": "rrc"})
+    )
+    assert repr(plain).replace("[0.08, 1.0]", "(0.08, 1)") == repr(named)
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_erasing_matches_timm_with_a_seed_per_image(mode: str, count: int) -> None:
+    erase = Erasing(AugmentConfig(reprob=0.6, remode=mode, recount=count), CPU)
+    theirs = RandomErasing(0.6, mode=mode, max_count=count, device="cpu")
+    images = torch.linspace(5, 6, 64 * 3 * 32 * 32).view(64, 3, 32, 32)
+    seeds = [seed_for(0, 0, index, 1) for index in range(64)]
+    before = random.getstate(), torch.get_rng_state()
+    found = erase(images.clone(), seeds)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    for seed, image, erased in zip(seeds, images, found, strict=True):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        assert torch.equal(erased, theirs(image.clone()))
+    changed = (found != images).any(1)
+    share = changed.flatten(1).any(1).float().mean().item()
+    assert 0.4 < share < 0.8
+    values = found[:, 0][changed]
+    if mode == "const":
+        assert (values == 0).all()
+    if mode == "pixel":
+        assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
+    if mode == "rand" and count == 1:
+        assert all(len(image[:, hit].unique(dim=1).T) <= 1 for image, hit in zip(found, changed, strict=True))
+    order = list(reversed(range(64)))
+    assert torch.equal(erase(images.flip(0), [seeds[index] for index in order]), found.flip(0))
+
+
+@pytest.mark.gpu
+def test_erasing_on_a_gpu_does_not_synchronize_and_depends_only_on_the_seed() -> None:
+    device = torch.device("cuda", 0)
+    erase = Erasing(AugmentConfig(reprob=0.9, recount=2), device)
+    images, seeds = torch.zeros(16, 3, 64, 64, device=device), list(range(16))
+    first = erase(images.clone(), seeds)
+    generator = torch.cuda.get_rng_state(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = erase(images.clone(), seeds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.cuda.get_rng_state(device), generator)
+    assert torch.equal(first, second) and first.any()
+    assert torch.equal(erase(images[:4].clone(), seeds[:4]), first[:4])
+
+
+MIXUPS: dict[str, dict[str, Any]] = {
+    "mixup": {"mixup": 0.8},
+    "cutmix_minmax": {"cutmix_minmax": [0.2, 0.8]},
+    "mixup_and_cutmix_minmax": {"mixup": 0.3, "cutmix_minmax": [0.3, 0.7]},
+    "prob": {"mixup": 0.8, "mixup_prob": 0.4},
+    "switch_prob": {"mixup": 0.8, "cutmix": 1.0, "mixup_switch_prob": 0.9},
+    "pair": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "pair", "mixup_prob": 0.7},
+    "elem": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "elem", "mixup_prob": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", MIXUPS)
+def test_mixup_and_cutmix_match_timm_for_the_seed_of_a_batch_and_rank(name: str) -> None:
+    augment = AugmentConfig(**MIXUPS[name])
+    theirs = Mixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        cutmix_minmax=augment.cutmix_minmax,
+        prob=augment.mixup_prob,
+        switch_prob=augment.mixup_switch_prob,
+        mode=augment.mixup_mode,
+        label_smoothing=0.1,
+        num_classes=5,
+    )
+    mixing = Mixing(augment, 0.1, 5, seed=3, rank=1)
+    for batch in range(12):
+        images, labels = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
+        np.random.seed(seed_for(3, batch, 1) & 0xFFFFFFFF)
+        expected = theirs(images.clone(), labels)
+        found = mixing(images.clone(), labels, epoch=0)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_mixup_ends_at_the_given_epoch_and_label_smoothing_remains() -> None:
+    mixing = Mixing(AugmentConfig(mixup=0.8, mixup_off_epoch=2), 0.1, 5, seed=3, rank=0)
+    images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
+    for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):
+        found, targets = mixing(images.clone(), labels, epoch)
+        assert torch.equal(found, images) != is_mixed
+        assert targets.shape == (8, 5) and targets.sum(1).allclose(torch.ones(8))
+        assert is_mixed or targets.max(1).values.allclose(torch.tensor(0.92))
+
+
+@pytest.mark.parametrize("mode", ["norm", "value", "agc"])
+@pytest.mark.parametrize("needed", [True, False])
+def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(4, 3, 8, 8)
+    for model in (ours, theirs):
+        (model(images) ** 2).sum().backward()
+    whole = torch.cat([p.grad.flatten() for p in theirs.parameters() if p.grad is not None]).norm()
+    dispatch_clip_grad(model_parameters(theirs, exclude_head="agc" in mode), 0.05, mode)
+    state: Any = SimpleNamespace(model=ours, scaler=None)
+    strategy: Any = SimpleNamespace(whole=lambda norm: norm)
+    norm = _clip_gradients(state, OptimConfig(clip_grad=0.05, clip_mode=mode), strategy, needed)
+    for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(our.grad, their.grad)  # type: ignore[arg-type]
+    assert (norm is None) == (not needed and mode != "norm")
+    assert norm is None or torch.allclose(norm, whole)
+
+
+@pytest.mark.parametrize("sched", ["cosine", "step", "multistep", "poly", "tanh"])
+def test_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -> None:
+    config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
+    if sched in ("step", "multistep"):
+        config.decay_epochs, config.decay_milestones = (3, None) if sched == "step" else (None, [4, 6])
+    ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    schedule = build_schedule(config, TrainConfig(epochs=8), ours, 5)
+    expected, _ = create_scheduler_v2(
+        theirs,
+        sched=sched,
+        num_epochs=8,
+        warmup_epochs=2,
+        min_lr=1e-4,
+        step_on_epochs=False,
+        updates_per_epoch=5,
+        **({"decay_epochs": 3} if sched == "step" else {"decay_milestones": [4, 6]}),  # type: ignore[arg-type]
+    )
+    assert expected is not None
+    for step in range(40):
+        schedule.step_update(step)
+        expected.step_update(step)
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+def test_bce_in_training_matches_timm_with_sum_classes_and_pos_weight() -> None:
+    config = TrainConfig(loss="bce", smoothing=0.1, loss_kwargs={"sum_classes": True, "pos_weight": 2.0})
+    scores, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
+    expected = BinaryCrossEntropy(smoothing=0.1, sum_classes=True, pos_weight=2.0)(scores, labels)
+    assert torch.equal(build_criterion(config, AugmentConfig())(scores, labels), expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data.augment.remode=const",), "data.augment.remode"),
+        (("data.augment.recount=2",), "data.augment.recount"),
+        (("data.augment.color_jitter_prob=0.5",), "data.augment.color_jitter_prob"),
+        (("data.augment.color_jitter=0.4", "data.augment.aa=v0"), "data.augment.color_jitter"),
+        (("data.augment.mixup_prob=0.5",), "data.augment.mixup_prob"),
+        (("data.augment.mixup_mode=elem",), "data.augment.mixup_mode"),
+        (("data.augment.mixup_switch_prob=0.2", "data.augment.mixup=1"), "data.augment.mixup_switch_prob"),
+        (("data.augment.mixup_off_epoch=1",), "data.augment.mixup_off_epoch"),
+        (("data.augment.mixup_off_epoch=8", "data.augment.mixup=1"), "data.augment.mixup_off_epoch"),
+        (("data.augment.cutmix_minmax=[0.2,1.2]",), "data.augment.cutmix_minmax"),
+        (("data.augment.cutmix_minmax=[0.5,0.5]",), "data.augment.cutmix_minmax"),
+        (("data.augment.cutmix_minmax=[0.2,0.8]", "data.augment.cutmix=1"), "data.augment.cutmix"),
+        (("data.augment.cutmix_minmax=[0.2,0.8]", "data.batch_size=15"), "data.batch_size"),
+        (("data.augment.crop_padding=2", "data.augment.train_crop_mode=rkrr"), "data.augment.crop_padding"),
+        (("data.augment.ratio=[0.9,1.1]",), "data.augment.ratio"),
+        (("optim.clip_mode=agc",), "optim.clip_mode"),
+        (("optim.warmup_prefix=false", "optim.sched=constant"), "optim.warmup_prefix"),
+    ],
+)
+def test_error_names_a_key_without_effect(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError, match=key.replace(".", r"\.") + "="):
+        resolved(*words)
+
+
+def test_error_names_the_blur_key_when_images_are_too_small() -> None:
+    with pytest.raises(ValueError, match=r"data\.augment\.gaussian_blur_prob"):
+        train_transform(AugmentConfig(gaussian_blur_prob=0.5), 8, resize=False)
