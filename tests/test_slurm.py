@@ -74,6 +74,8 @@ def test_restarted_job_waits_until_its_first_attempt_ends_when_slurmd_died(jobs:
     lost = jobs.slurm("squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}")
     daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
     os.kill(int(daemon.read_text()), signal.SIGKILL)
+    # Slurm itself marks the node only after SlurmdTimeout; a fast machine would finish the run by then.
+    jobs.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     log = folder / "logs" / "slurm.log"
     jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
     before = jobs.steps(folder)
