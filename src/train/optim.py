@@ -58,8 +58,7 @@ def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float
             groups.append({**group, "params": others})
         if own:
             groups.append({**group, "params": own, "lr_scale": group.get("lr_scale", 1.0) * scale})
-    # In place: timm's Lookahead shares the list.
-    optimizer.param_groups[:] = groups
+    optimizer.param_groups = groups
 
 
 def build_schedule(

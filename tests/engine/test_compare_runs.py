@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from src.engine.config.arguments import CommandLine, number
+from src.engine.config.arguments import CommandLine, errors_in_one_line, number
 from src.engine.record.curves import compare
 from src.engine.record.result import MetricsLog, Result, write_result
 
@@ -75,6 +75,15 @@ def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
     parser.add_argument("--tolerance", type=number())
     with pytest.raises(ValueError, match=f"--tolerance: '{word}': expected a number >= 0"):
         parser.parse_intermixed_args([f"tolerance={word}"])
+
+
+def test_script_exits_130_with_one_line_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    @errors_in_one_line
+    def main(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert main([]) == 130
+    assert capsys.readouterr().err == "test_compare_runs.py: stopped by SIGINT\n"
 
 
 @pytest.mark.processes

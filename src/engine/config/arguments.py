@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,15 +40,19 @@ def parse_command_line(words: list[str]) -> Any:
 
 
 def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Wrap a script's `main`: a ValueError becomes one line on stderr and exit code 2."""
+    """Wrap a script's `main`: a ValueError or Ctrl-C becomes one line on stderr, with exit code 2 or 130."""
+    name = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
     def guarded(argv: list[str]) -> int:
         try:
             return main(argv)
         except ValueError as error:
-            print(f"{Path(main.__code__.co_filename).name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+            print(f"{name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print(f"{name}: stopped by SIGINT", file=sys.stderr)
+            return 128 + signal.SIGINT
 
     return guarded
 

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 from src.engine.parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
-# Entries of a parameter group that the optimizer counts. All others are hyper-parameters, which the config decides.
-COUNTERS = ("step", "lookahead_step")
+# The entry of a parameter group that the optimizer counts. All others are hyper-parameters, which the config decides.
+COUNTER = "step"
 
 
 def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return the optimizer's `state_dict()` keyed by parameter name instead of number, and its class names."""
-    return {"kind": _kind(optimizer), **_with_names(optimizer.state_dict(), _names(optimizer, model))}
+    return {"kind": type(optimizer).__name__, **_with_names(optimizer.state_dict(), _names(optimizer, model))}
 
 
 def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any], strategy: Strategy) -> None:
     """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Keeps current hyper-parameters."""
-    names, kind = _names(optimizer, model), _kind(optimizer)
+    names, kind = _names(optimizer, model), type(optimizer).__name__
     if "kind" not in saved:
         _check_format_1(optimizer, saved)
         saved = _with_names(saved, names)
@@ -38,17 +38,17 @@ def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str,
     groups = optimizer.state_dict()["param_groups"]
     for group in groups:
         before = group_of.get(names[group["params"][0]], {}) if group["params"] else {}
-        # Copied: groups that were one before must not share a tensor, which each of them would increment.
-        group |= {key: copy.deepcopy(before[key]) for key in COUNTERS if key in before}
+        if COUNTER in before:
+            # Copied: groups that were one before must not share a tensor, which each of them would increment.
+            group[COUNTER] = copy.deepcopy(before[COUNTER])
     state = {index: saved["state"][name] for index, name in enumerate(names) if name in saved["state"]}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    base = _base(optimizer)
-    for parameter, values in base.state.items():
+    for parameter, values in optimizer.state.items():
         for key, value in values.items():
             # Only tensors like the parameter are sharded; a count of steps is whole on every rank.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 values[key] = strategy.part(value, parameter)
-    _check_state_is_complete(base)
+    _check_state_is_complete(optimizer)
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
@@ -62,16 +62,6 @@ def _with_names(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {"state": {names[index]: values for index, values in saved["state"].items()}, "param_groups": groups}
 
 
-def _base(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside timm's Lookahead, which also holds Lookahead's state; else `optimizer` itself."""
-    return getattr(optimizer, "_base_optimizer", optimizer)
-
-
-def _kind(optimizer: Optimizer) -> str:
-    names = [type(each).__name__ for each in (optimizer, _base(optimizer))]
-    return " of ".join(dict.fromkeys(names))
-
-
 def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Raise ValueError if parameter numbers of a format-1 checkpoint may refer to different parameters here."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -83,7 +73,7 @@ def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for group in saved["param_groups"]:
         if missing := optimizer.defaults.keys() - group.keys():
             raise ValueError(
-                f"resume: the checkpoint was written by a different optimizer than {_kind(optimizer)}: "
+                f"resume: the checkpoint was written by a different optimizer than {type(optimizer).__name__}: "
                 f"it has no {', '.join(sorted(missing))}"
             )
 
