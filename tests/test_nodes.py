@@ -441,6 +441,8 @@ def test_time_limit_warning_is_recorded_before_ranks_start(
     """Without a handler, the signal would kill a process that imports torch, and Slurm would requeue it forever."""
     save_config(resolved("parallel=single"), tmp_path)
     monkeypatch.setattr(node, "find_address", NodeAddress)
+    # A training in this process, by another test, may have left its request.
+    monkeypatch.setattr(stop_handler, "request", None)
     monkeypatch.setattr(stop_handler, "heard_at", None)
     monkeypatch.setattr(node, "run_ranks", lambda *given: signal.raise_signal(signal.SIGUSR1))
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)

@@ -158,6 +158,7 @@ def test_erasing_matches_timm_with_a_seed_per_image(mode: str, count: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_erasing_on_a_gpu_does_not_synchronize_and_depends_only_on_the_seed() -> None:
     device = torch.device("cuda", 0)
     erase = Erasing(AugmentConfig(reprob=0.9, recount=2), device)

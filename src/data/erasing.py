@@ -19,6 +19,7 @@ class Erasing:
         self.device = device if device.type == "cuda" else torch.device("cpu")
         self.generator = torch.default_generator
         if device.type == "cuda":
+            torch.cuda.init()  # creates the generators
             self.generator = torch.cuda.default_generators[device.index]
         self.erasing = RandomErasing(augment.reprob, mode=augment.remode, max_count=augment.recount, device=self.device)
 
