@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,3 +20,10 @@ def run_training(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Stor
         from src.train.run import run
 
     run(config, folder, ranks, store)
+
+
+def preload() -> None:
+    """Import what a run of one rank needs, for the server that forks such runs."""
+    with imports_without_gc():
+        for module in ("src.train.run", "src.parallel.data_parallel", "torch.utils.tensorboard"):
+            import_module(module)

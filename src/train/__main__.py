@@ -1,12 +1,19 @@
-"""One rank of a run: `python -m src.train <run folder>`. The engine prepares the folder and starts the ranks."""
+"""One rank of a run: `python -m src.train <run folder>`. The engine prepares the folder and starts the ranks.
+
+`python -m src.train --serve <fd>` forks the jobs of a sweep, which then need not import torch and timm again.
+"""
 
 import sys
 from pathlib import Path
 
+from src.engine.launch.fork_server import serve
 from src.engine.launch.rank import main
 from src.engine.machine.process import exit_process, keep_running_without_stdout
-from src.train import run_training
+from src.train import preload, run_training
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(int(sys.argv[2]), run_training, preload)
+        sys.exit()
     keep_running_without_stdout()
     exit_process(main(Path(sys.argv[1]), run_training))

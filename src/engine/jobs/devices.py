@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.machine import hardware
-from src.engine.machine.process import kill_on_parent_exit
 from src.schema import Config
 
 
@@ -28,17 +27,10 @@ def need_of(config: Config) -> Requirement:
     return Requirement(parallel.accelerator, int(parallel.devices) * threads, alone)
 
 
-def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], Callable[[], None]]:
-    """Return the environment that limits a job to devices `names`, and a function that sets its CPU affinity mask."""
-    cores = {int(name) for name in names} if need.kind == "cpu" else set()
-
-    def prepare() -> None:
-        # Here rather than in the job's code: the launcher may be killed before that code runs.
-        kill_on_parent_exit()
-        if cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores)
-
-    return ({"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" else {}), prepare
+def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], list[int]]:
+    """Return the environment variables and the cores that limit a job to devices `names`. No cores: all."""
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" else {}
+    return variables, [int(name) for name in names] if need.kind == "cpu" else []
 
 
 def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from src.engine.jobs.devices import share_of
 from src.engine.jobs.scheduler import Requirement
+from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.launch.job import job_command
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware
 from src.engine.machine.platform import KILL
+from src.engine.machine.process import limit_job
 from src.engine.record.jobs import UNFINISHED, Job, now
-from src.engine.record.result import Result, read_result, write_result
+from src.engine.record.result import Result, read_result, read_status, write_result
 
 Watch = Callable[[], str]  # returns the reason to prune the running job, empty if there is none
 
@@ -37,31 +40,46 @@ def sync_from_result(job: Job, folder: Path) -> None:
 class LocalJob:
     """A running job in processes on some devices of this machine."""
 
-    def __init__(self, job: Job, folder: Path, watch: Watch | None) -> None:
-        self.job, self.folder, self._watch = job, folder, watch
+    def __init__(self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None) -> None:
+        """`server`: forks the job; None: the job starts as a command."""
+        self.job, self.folder, self._watch, self._server = job, folder, watch, server
         self._prune_reason = ""
         self._began = time.monotonic()
         self._oom_kills = hardware.oom_kills()
-        self._process: subprocess.Popen[bytes] | None = None  # None before the start, and for SlurmJob
+        # None before the start, and for SlurmJob.
+        self._process: subprocess.Popen[bytes] | ForkedJob | None = None
 
     def start(self, need: Requirement, names: Sequence[str]) -> None:
         """Start the job on the devices `names`; if empty, on all devices that this process may use."""
-        variables, prepare = share_of(need, names)
+        variables, self._cores = share_of(need, names)
+        self._environment = {**with_project_on_path(os.environ), **variables}
         (self.folder / "logs").mkdir(exist_ok=True)
+        if self._server is None:
+            self._start_command()
+        else:
+            self._process = self._server.start(self.folder, self._environment, self._cores)
+
+    def _start_command(self) -> None:
         with open(self.folder / "logs" / "console.log", "ab") as console:
             self._process = subprocess.Popen(
                 job_command(self.folder),
-                env={**with_project_on_path(os.environ), **variables},
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches only this process, which passes it on once
-                preexec_fn=prepare,
+                # Here rather than in the job's code: the launcher may be killed before that code runs.
+                preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
     def has_left(self) -> bool:
         assert self._process is not None
-        return self._process.poll() is not None
+        has_left = self._process.poll() is not None
+        # Its server was killed: it continues from its checkpoint, unless it had written its result.
+        if isinstance(self._process, ForkedJob) and self._process.is_lost and read_status(self.folder) != "done":
+            self._start_command()
+            return False
+        return has_left
 
     def send(self, number: int) -> None:
         """Send the signal `number`, so that the job saves and exits."""
@@ -75,7 +93,7 @@ class LocalJob:
 
     def exit_code(self) -> int:
         """Return the exit code of the job's process; 0 if no process was started."""
-        return 0 if self._process is None else int(self._process.returncode)
+        return 0 if self._process is None or self._process.returncode is None else self._process.returncode
 
     def without_result(self, error: str) -> tuple[str, str]:
         """Return (status, reason) of a job that exited without a result.json. `error`: why the read failed."""

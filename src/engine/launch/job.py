@@ -14,7 +14,7 @@ from src.engine.cluster.kubernetes import write_manifest
 from src.engine.cluster.slurm import write_script
 from src.engine.config.compose import load_config, save_config
 from src.engine.faults.failure import RankExits, failure_files, failure_text, first_failure
-from src.engine.launch.supervisor import run_ranks
+from src.engine.launch.supervisor import StartRank, run_ranks, start_command
 from src.engine.machine.files import write_json
 from src.engine.machine.lock import lock_folder
 from src.engine.machine.process import SAFE_PATH, process_start_time
@@ -28,7 +28,13 @@ def job_command(folder: Path) -> list[str]:
     return [sys.executable, *SAFE_PATH, "-m", "src.engine.launch.job", str(folder)]
 
 
-def run_job(config: ResolvedConfig, folder: Path) -> int:
+def main(folder: Path, start_rank: StartRank = start_command) -> int:
+    """Run the saved config of `folder`, as a job of a sweep. Return the exit code."""
+    with lock_folder(folder):
+        return run_job(load_config(folder), folder, start_rank)
+
+
+def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
     """Run a resolved config in child processes, or write the scheduler's job file. Return the exit code."""
     if config.cluster.scheduler != "local":
         save_config(config, folder)
@@ -36,7 +42,7 @@ def run_job(config: ResolvedConfig, folder: Path) -> int:
         write_job_file(config, folder)
         return 0
     prepare(config, folder)
-    return conclude(config, folder, run_ranks(config, folder))
+    return conclude(config, folder, run_ranks(config, folder, start_rank=start_rank))
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
@@ -91,6 +97,4 @@ def record_end(
 
 
 if __name__ == "__main__":
-    run_folder = Path(sys.argv[1])
-    with lock_folder(run_folder):
-        sys.exit(run_job(load_config(run_folder), run_folder))
+    sys.exit(main(Path(sys.argv[1])))

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from src.engine.config.compose import ROOT
 from src.engine.faults.failure import RankExits
@@ -33,8 +34,33 @@ from src.schema import ResolvedConfig, ResolvedParallel
 GRACE_SECONDS = 30.0
 
 
-def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None) -> RankExits:
-    """Start this node's ranks and wait until all have exited. `rendezvous`: how to meet other nodes, if any."""
+class Child(Protocol):
+    """What the launcher needs of a rank's process; see subprocess.Popen."""
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+StartRank = Callable[[list[str], dict[str, str]], Child]  # from the rank's command and environment
+
+
+def start_command(command: list[str], environment: dict[str, str]) -> Child:
+    return subprocess.Popen(command, env=environment)
+
+
+def run_ranks(
+    config: ResolvedConfig,
+    folder: Path,
+    rendezvous: Rendezvous | None = None,
+    start_rank: StartRank = start_command,
+) -> RankExits:
+    """Start this node's ranks and wait until all have exited.
+
+    `rendezvous`: how to meet other nodes, if any. `start_rank`: starts the process of a run with one.
+    """
     # A command: the agent hangs forever if a rank that is a Python function exits with code 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
     oom_kills_before = hardware.oom_kills()
@@ -42,7 +68,7 @@ def run_ranks(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | Non
         if config.parallel.has_ranks:
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:
-            ended = _run_child(command, config.parallel)
+            ended = _run_child(command, config.parallel, start_rank)
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
     # A signal may reach only the ranks, or only another node's, and stop all of them.
     stops = {code - 128 for code in ended.exit_codes.values()}
@@ -68,10 +94,10 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(command: list[str], parallel: ResolvedParallel) -> RankExits:
+def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command) -> RankExits:
     """Run `command` as one process, in our process group, so that a debugger in it has the terminal."""
     ended = RankExits(world_size=1)
-    child = subprocess.Popen(command, env=_environment(parallel))
+    child = start_rank(command, _environment(parallel))
     # Popen.wait below cannot get a time limit after it has begun.
     killer = threading.Timer(GRACE_SECONDS, child.kill)
     has_limit = False

@@ -53,6 +53,11 @@ def remove_lock_files() -> None:
             path.unlink()
 
 
+def forget_locks() -> None:
+    """Leave the locks to the parent, in a process that it has forked."""
+    _held.clear()
+
+
 def is_locked(folder: Path) -> bool:
     """Return True if a running process holds the lock of `folder`."""
     if not (folder / NAME).exists():

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,16 +22,23 @@ SAFE_PATH = ("-P",)
 LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
 
 
-def kill_on_parent_exit() -> None:
-    """Ask the kernel to kill this process when its parent dies, e.g. after `kill -9` of a launcher."""
+def kill_on_parent_exit(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its `parent` dies, e.g. after `kill -9` of a launcher."""
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
     # Removed from the environment, because processes that a rank starts have another parent.
-    parent = int(os.environ.pop(LAUNCHER, os.getppid()))
+    parent = parent or int(os.environ.pop(LAUNCHER, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before this call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_job(parent: int, cores: Collection[int]) -> None:
+    """End this process, a job that begins, with `parent`, and run it on `cores` only (none given: on all)."""
+    kill_on_parent_exit(parent)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def process_start_time(pid: int) -> float:

@@ -16,6 +16,7 @@ from src.engine.jobs.devices import devices_here, need_of, why_alone
 from src.engine.jobs.local_job import LocalJob, Watch
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_job import SlurmJob, SlurmQueue
+from src.engine.jobs.warm_server import WarmServer
 from src.engine.launch.supervisor import signal_handlers
 from src.engine.machine import hardware
 from src.engine.machine.lock import lock_folder
@@ -44,6 +45,7 @@ class Runner(ABC):
         self._board = Board(jobs)
         self._free_bytes = hardware.available_memory()  # while no job runs
         self._alone: set[int] = set()  # jobs that ran out of memory next to others
+        self._server = WarmServer()
         self._may_start = True  # something has changed since the last try
 
     @abstractmethod
@@ -74,6 +76,7 @@ class Runner(ABC):
                     running.send(signal.SIGTERM)
                 for running in self._running.values():
                     running.wait()
+                self._server.close()
         self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
         self.jobs.write()
         return self._close()
@@ -104,7 +107,11 @@ class Runner(ABC):
             return False
         job, names = waiting[chosen[0]], chosen[1]
         folder, watch = self.jobs.folder / job.folder, self.watch(job)
-        starting = LocalJob(job, folder, watch) if self.slurm is None else SlurmJob(job, folder, watch, self.slurm)
+        if self.slurm is None:
+            server = self._server if self._server.takes(frozen_config(folder)) else None
+            starting = LocalJob(job, folder, watch, server)
+        else:
+            starting = SlurmJob(job, folder, watch, self.slurm)
         self._running[job.id] = starting
         job.status, job.started = "running", now()
         # Slurm gives each job its own devices.

@@ -1,0 +1,175 @@
+"""Forks jobs from a process that has imported torch, timm and your code, which saves each job seconds of imports.
+
+`python -m src.train --serve <fd>` runs it, for a sweep or search (engine/jobs/warm_server.py). Only jobs of one rank are
+forked: the job's launcher here, and its rank in the launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from src.engine.launch import job, rank
+from src.engine.machine.lock import forget_locks
+from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.process import limit_job
+
+
+def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
+    """Serve the sweep at the other end of the socket until it closes. `preload` imports what `run` needs.
+
+    Requests are lines of JSON: {"id", "folder", "environment", "cores"} starts a job, {"id", "signal"} sends it a
+    signal. Answers: {"ready": true}, then {"id", "code"} for each job that has exited, a negative code for a signal.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    preload()
+    _check_is_forkable()
+    ForkServer(socket.socket(fileno=descriptor), run).serve()
+
+
+def _check_is_forkable() -> None:
+    """Raise RuntimeError if a preload started a thread or CUDA: neither works in a forked process."""
+    tasks = Path("/proc/self/task")
+    threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
+    if threads != 1:
+        raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
+
+
+class ForkServer:
+    """Starts jobs on request, and reports their exits."""
+
+    def __init__(self, connection: socket.socket, run: rank.RankMain) -> None:
+        self.connection, self.run = connection, run
+        self.jobs: dict[int, int] = {}  # pid -> id of the job
+        self._wake_reading, self._wake_writing = socket.socketpair()
+
+    def serve(self) -> None:
+        self._wake_writing.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
+        selector = selectors.DefaultSelector()
+        selector.register(self.connection, selectors.EVENT_READ)
+        selector.register(self._wake_reading, selectors.EVENT_READ)
+        self._send({"ready": True})
+        received = b""
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._wake_reading:
+                    self._wake_reading.recv(4096)
+                    continue
+                data = self.connection.recv(2**16)
+                if not data:  # the sweep has ended
+                    return
+                *lines, received = (received + data).split(b"\n")
+                for line in lines:
+                    self._answer(json.loads(line))
+            self._report_exits()
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        if "signal" in request:
+            for pid, id in self.jobs.items():
+                if id == request["id"]:
+                    os.kill(pid, request["signal"])
+            return
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            run_and_exit(lambda: self._be_job(parent, request))
+        self.jobs[pid] = request["id"]
+
+    def _report_exits(self) -> None:
+        for pid in list(self.jobs):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._send({"id": self.jobs.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def _be_job(self, parent: int, request: dict[str, Any]) -> int:
+        """Turn this forked process into the job's launcher, as if started by its command, and run it."""
+        folder = Path(request["folder"])
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for opened in (self.connection, self._wake_reading, self._wake_writing):
+            opened.close()
+        replace_environment(request["environment"])
+        limit_job(parent, request["cores"])
+        console = os.open(folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(console, 1)
+        os.dup2(console, 2)
+        os.close(console)
+        sys.argv = [str(job.__file__), str(folder)]
+
+        def start_rank(command: list[str], environment: dict[str, str]) -> ForkedRank:
+            def be_rank() -> int:
+                replace_environment(environment)
+                sys.argv = command[command.index("-m") + 1 :]
+                return rank.main(folder, self.run)
+
+            return ForkedRank(be_rank)
+
+        return job.main(folder, start_rank)
+
+
+class ForkedRank:
+    """A rank forked from its launcher, with the methods of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            forget_locks()
+            run_and_exit(work)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def replace_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run_and_exit(work: Callable[[], int]) -> NoReturn:
+    """Run `work` in a forked process and exit with its code. Never returns into the frames of the parent process."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    code = 1
+    try:
+        code = work()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What the interpreter does at its end, without freeing objects of the parent, such as its locks.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
