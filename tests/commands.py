@@ -194,6 +194,19 @@ class Train:
         assert not words, f"still running after the test: {words}"
 
 
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose command names the folder, or which log into it: a forked job has its server's command."""
+    running = []
+    for process in psutil.process_iter():
+        try:
+            opened = [file.path for file in process.open_files()] if "--serve" in process.cmdline() else []
+            if any(str(folder) in text for text in (*process.cmdline(), *opened)):
+                running.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return running
+
+
 def _kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -124,11 +124,12 @@ def warm_ranks(
     environment: dict[str, str] | None = None,
     first: Path | None = None,
     timeout: float = 300,
+    start_rank: object = None,
 ) -> RankExits:
     """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes, without torch's agent.
 
     If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank runs before anything
-    else. Their output goes to `console.txt`.
+    else. Their output goes to `console.txt`. `start_rank` is not used.
     """
     from torch.distributed import TCPStore
 

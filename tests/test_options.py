@@ -52,7 +52,7 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "run_ranks", lambda config, folder: warm_ranks(config, folder.resolve()))
+    monkeypatch.setattr(job, "run_ranks", lambda config, folder, **_: warm_ranks(config, folder.resolve()))
 
     def run(folder: Path, *words: str) -> None:
         if "-m" in words:

@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import train_warm
 from hydra._internal.utils import get_args_parser
 
+from commands import processes_of
 from src.engine.config.compose import compose_command, load_config
 from src.engine.jobs import local_job as child
 from src.engine.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
+from src.engine.jobs.warm_server import WarmServer
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.record.jobs import Job, Jobs, read_jobs
@@ -99,6 +100,7 @@ sys.exit(int(short))
 @pytest.fixture
 def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
+    monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
     monkeypatch.setenv("JOB_SECONDS", "0.3")
     monkeypatch.setattr(Sweep, "_close", lambda sweep: 0)
 
@@ -216,7 +218,7 @@ def test_jobs_end_when_their_sweep_is_stopped_or_killed(tmp_path: Path, number: 
         running.send_signal(number)
     assert running.wait(timeout=300) == (130 if number == signal.SIGINT else -number)
     until = time.monotonic() + 5
-    while (left := still_running(folder)) and time.monotonic() < until:
+    while (left := processes_of(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
     if number == signal.SIGINT:
@@ -233,8 +235,3 @@ def test_jobs_end_when_their_sweep_is_stopped_or_killed(tmp_path: Path, number: 
     assert again.returncode == 0, again.stdout + again.stderr
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
     assert read_result(folder / "0").neighbours == 1, "resumed with two jobs at a time, as at the start"
-
-
-def still_running(folder: Path) -> list[list[str]]:
-    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [command for command in commands if str(folder) in " ".join(command)]

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import train_warm
 from hydra._internal.utils import get_args_parser
 
+from commands import processes_of
 from src.engine.config.compose import load_config
 from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
@@ -157,7 +157,7 @@ def test_interrupted_sweep_is_completed_when_resumed(tmp_path: Path) -> None:
     output, _ = running.communicate(timeout=300)
     assert running.returncode == 130, output
     assert statuses(folder) == ["done", "interrupted", "waiting"]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    assert not processes_of(folder)
     first = (folder / "0" / "result.json").read_text()
     again = subprocess.run(
         [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],

@@ -16,6 +16,7 @@ from src.engine.jobs import local_job as child
 from src.engine.jobs import slurm_array as array
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_array import update
+from src.engine.jobs.warm_server import WarmServer
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.multirun import run_multirun
@@ -42,6 +43,7 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 @pytest.fixture(autouse=True)
 def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
+    monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
     monkeypatch.setattr(Sweep, "_close", lambda sweep: sweep.jobs.exit_code())
 
 

@@ -1,0 +1,213 @@
+"""Jobs forked from a server: the same processes, results and ends as jobs that start as commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, parse, run_warm, tiny
+
+from commands import processes_of
+from src.engine.jobs import warm_server
+from src.engine.jobs.warm_server import ForkedJob, WarmServer
+from src.engine.launch.fork_server import _check_is_forkable, run_and_exit
+from src.engine.launch.supervisor import with_project_on_path
+from src.engine.machine.lock import is_locked
+from src.engine.record.jobs import read_jobs
+from src.engine.record.result import read_result
+from src.engine.sweep.blocks import freeze_jobs
+from src.engine.sweep.points import expand, frozen_config
+from src.schema import SweepConfig
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux only"),
+]
+FOREVER = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every_steps=5", "train.log_every=1")
+
+
+@pytest.fixture(name="server")
+def server_of_jobs() -> Iterator[WarmServer]:
+    server = WarmServer()
+    yield server
+    if server.jobs:
+        server.kill()
+    server.close()
+
+
+def frozen(folder: Path, *overrides: str) -> Path:
+    """Write the files of one job and return its run folder."""
+    folder.mkdir()
+    [job] = freeze_jobs(folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()).jobs
+    (folder / job.folder / "logs").mkdir()
+    return folder / job.folder
+
+
+def start(server: WarmServer, folder: Path, **variables: str) -> ForkedJob:
+    return server.start(folder, {**with_project_on_path(os.environ), **variables}, [])
+
+
+def wait_until(condition: Callable[[], Any], server: WarmServer, seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        server.update()
+        assert time.monotonic() < until, "too late"
+        time.sleep(0.02)
+
+
+def trains(folder: Path) -> bool:
+    log = folder / "metrics.jsonl"
+    return log.exists() and log.stat().st_size > 0
+
+
+def test_forked_job_equals_the_same_run_and_has_only_its_environment(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
+    first, second = (frozen(tmp_path / str(seed), f"seed={seed}", "train.epochs=2") for seed in (1, 2))
+    assert start(server, first, SLURMD_NODENAME="of-the-job").wait() == 0
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert start(server, second).wait() == 0
+    assert read_result(first).hosts == ["of-the-job"]
+    assert read_result(second).hosts == [socket.gethostname()]
+    alone = run_warm(tmp_path / "alone", "parallel=single", "seed=2", "train.epochs=2")
+    result = read_result(second)
+    assert (result.status, result.parameters_hash) == ("done", read_result(alone).parameters_hash)
+    assert read_result(first).parameters_hash != result.parameters_hash
+    environment = json.loads((second / "environment.json").read_text())
+    assert environment["command"].endswith(f"launch/job.py {second.resolve()}")
+    assert "run folder" in (second / "logs" / "console.log").read_text()
+
+
+def test_forked_job_has_its_session_cores_and_start_time_and_saves_when_stopped(
+    tmp_path: Path, server: WarmServer
+) -> None:
+    assert start(server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait() == 2
+    folder, core = frozen(tmp_path / "job", *FOREVER, "parallel.threads_per_device=1"), min(os.sched_getaffinity(0))
+    before = time.time()
+    job = server.start(folder, with_project_on_path(os.environ), [core])
+    wait_until(lambda: trains(folder), server)
+    launcher = psutil.Process(int(Path(folder / ".lock").read_text().split()[1]))
+    [rank] = launcher.children()
+    assert {os.getsid(launcher.pid), os.getsid(rank.pid)} == {launcher.pid}
+    assert launcher.cpu_affinity() == rank.cpu_affinity() == [core]
+    assert launcher.create_time() >= before - 1
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    result = read_result(folder)
+    assert (result.status, (folder / "checkpoints" / "last.pt").exists()) == ("interrupted", True)
+    assert not processes_of(folder)
+
+
+def test_server_death_kills_its_jobs_and_marks_them_lost(
+    tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = frozen(tmp_path / "job", *FOREVER)
+    job = start(server, folder)
+    wait_until(lambda: trains(folder), server)
+    server.kill()
+    wait_until(lambda: job.is_lost, server, 10)
+    assert job.poll() == -signal.SIGKILL
+    assert "jobs start as commands" in capfd.readouterr().err
+    wait_until(lambda: not processes_of(folder), server, 10)
+    assert not is_locked(folder)
+    assert not server.takes(frozen_config(folder))
+
+
+@pytest.mark.slow
+def test_sweep_continues_its_jobs_as_commands_when_the_server_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    words = ("parallel=single", "train.epochs=40", "train.evaluate_every=0", "checkpoint.every_steps=5")
+    command = [sys.executable, "train.py", "-m", *tiny(*words), "seed=1,2", f"hydra.sweep.dir={folder}"]
+    running = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not (folder / "0" / "checkpoints" / "last.pt").exists():
+        assert running.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    [server] = [child for child in psutil.Process(running.pid).children() if "--serve" in child.cmdline()]
+    server.kill()
+    _, error = running.communicate(timeout=300)
+    assert running.returncode == 0, error
+    assert [job.status for job in read_jobs(folder).jobs] == ["done", "done"]
+    assert "resumed from" in (folder / "0" / "logs" / "console.log").read_text()
+    alone = run_warm(tmp_path / "alone", *words, "seed=1")
+    assert read_result(folder / "0").parameters_hash == read_result(alone).parameters_hash
+
+
+def test_signal_before_the_server_is_ready_ends_it_and_its_job(tmp_path: Path, server: WarmServer) -> None:
+    folder = frozen(tmp_path / "job")
+    job = start(server, folder)
+    job.send_signal(signal.SIGINT)
+    assert (job.wait(), job.is_lost) == (-signal.SIGINT, False)
+    assert not (folder / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_taken"),
+    [
+        (("parallel=single",), True),
+        (("parallel=dp", "parallel.devices=2"), True),
+        (("parallel=ddp", "parallel.devices=2"), False),
+        (("parallel=single", "sweep.timed=true"), False),
+    ],
+)
+def test_server_takes_untimed_jobs_of_one_rank(tmp_path: Path, overrides: tuple[str, ...], is_taken: bool) -> None:
+    config = frozen_config(frozen(tmp_path / "job", *overrides))
+    assert WarmServer().takes(config) == is_taken
+
+
+def test_server_refuses_jobs_when_a_library_variable_has_changed(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = frozen(tmp_path / "job")
+    job = start(server, folder)
+    assert server.takes(frozen_config(folder))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert not server.takes(frozen_config(folder))
+    job.send_signal(signal.SIGTERM)
+
+
+def test_server_refuses_to_fork_when_an_import_has_started_a_thread() -> None:
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="thread"):
+            _check_is_forkable()
+    finally:
+        event.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("0", 0), ("3", 3), ("sys.exit(4)", 4), ("sys.exit('text')", 1), ("1 / 0", 1)]
+)
+def test_forked_process_exits_with_the_code_of_its_work(ending: str, code: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(lambda: eval(ending))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
+def test_failed_preload_is_printed_and_loses_the_jobs(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "timm.py").write_text("raise ImportError('no timm here')\n")
+    monkeypatch.setattr(warm_server, "with_project_on_path", lambda given: {**given, "PYTHONPATH": f"{broken}:{ROOT}"})
+    job = start(server, frozen(tmp_path / "job"))
+    job.wait()
+    assert job.is_lost
+    assert "no timm here" in capfd.readouterr().err
