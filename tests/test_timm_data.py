@@ -233,7 +233,9 @@ def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
     hub = pytest.importorskip("datasets", reason="needs the package datasets")
     features = hub.Features({"picture": hub.Image(), "kind": hub.ClassLabel(names=list(CLASSES))})
     for split, count in (("train", 6), ("validation", 3)):
-        pictures = [{"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None} for n in range(count)]
+        pictures = [
+            {"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None} for n in range(count)
+        ]
         table = hub.Dataset.from_dict({"picture": pictures, "kind": [n % 2 for n in range(count)]}, features=features)
         table.to_parquet(tmp_path / "here" / f"{split}-00000-of-00001.parquet")
     columns = ("+data.kwargs.input_key=picture", "+data.kwargs.target_key=kind")

@@ -30,8 +30,8 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
         # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads. Rotates as EXIF says.
         with suppress(RuntimeError):
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            image: Tensor = decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
-            return image
+            decoded: Tensor = decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
+            return decoded
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return from_pil(image, mode)
