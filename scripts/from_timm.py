@@ -110,7 +110,7 @@ def _model(args: TimmArguments) -> Settings:
     weights = args.initial_checkpoint or args.pretrained_path or None
     settings: Settings = {"model.weights": weights, "model.pretrained": args.pretrained and weights is None}
     settings |= {f"model.kwargs.{name}": value for name, value in args.model_kwargs.items()}
-    settings["model.compile"] = args.torchcompile is not None
+    settings["model.compile"] = args.torchcompile is not None and (args.torchcompile_mode or True)
     if args.torchcompile not in (None, "inductor"):
         args.note_missing(f"torchcompile={args.torchcompile}", "model.compile=true is inductor's")
     return settings

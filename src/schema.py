@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.engine.machine.text import yaml_text
+
 # Built-in strategies and datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
 STRATEGIES = {
     "single": "src.parallel.single.Single",
@@ -32,6 +34,8 @@ DATASETS = {
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
+# Modes of torch.compile, which timm names in --torchcompile-mode.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Arguments of timm's create_scheduler_v2 that other keys decide.
 DERIVED_ARGUMENTS = ("num_epochs", "step_on_epochs", "updates_per_epoch")
 # Arguments of timm's create_scheduler_v2 that not every schedule reads -> the schedules that do.
@@ -93,7 +97,9 @@ class ModelConfig:
     in_chans: int | None = number(None, ge=1, help="Image channels; null: from the data.")
     kwargs: dict[str, Any] = key({}, help="More arguments of `timm.create_model`, or of your class.")
     channels_last: bool = key(False, help="Store images and weights in channels-last memory format.")
-    compile: bool = key(False, help="Compile the model with torch.compile (not under dp).")
+    compile: bool | str = choice(
+        False, False, True, *COMPILE_MODES, help="Compile the model (not under dp); true: with torch's default mode."
+    )
     grad_checkpointing: bool = key(False, help="Recompute activations in the backward pass, to save memory.")
     sync_bn: bool = key(False, help="Take BatchNorm statistics over all ranks of ddp.")
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -119,11 +125,12 @@ class ModelConfig:
             yield f"model.pretrained=true: timm has no weights for {self.name}; give a file: model.weights=<file>"
         if self.sync_bn and not whole.parallel.has_ranks:
             yield f"model.sync_bn=true: an option of ddp, but parallel={whole.parallel.strategy}"
+        chosen = f"model.compile={yaml_text(self.compile)}"
         if self.compile and whole.parallel.strategy == "dp":
-            yield "model.compile=true: torch.compile does not work inside DataParallel replicas; use ddp or single"
+            yield f"{chosen}: torch.compile does not work inside DataParallel replicas; use ddp or single"
         bucket = whole.parallel.bucket_cap_mb
         if self.compile and bucket is not None and bucket < 1:
-            yield f"parallel.bucket_cap_mb={bucket}: expected >= 1 with model.compile=true, which splits the graph there"
+            yield f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, which splits the graph there"
 
 
 @dataclass

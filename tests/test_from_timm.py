@@ -140,6 +140,9 @@ def test_schedule_matches_timm_learning_rates_and_length(name: str) -> None:
         ),
         ({"dataset": "torch/cifar10", "dataset_download": True}, {"data.name": "torch/cifar10", "data.kwargs.download": True}),
         ({"pretrained": True, "pretrained_path": "w.pt"}, {"model.weights": "w.pt", "model.pretrained": False}),
+        ({"torchcompile": "inductor"}, {"model.compile": True}),
+        ({"torchcompile": "inductor", "torchcompile_mode": "max-autotune"}, {"model.compile": "max-autotune"}),
+        ({"torchcompile_mode": "max-autotune"}, {"model.compile": False}),
         ({"sync_bn": True}, {"parallel.dist_bn": None, "model.sync_bn": True}),
     ],
 )  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import Train, resolved
+from conftest import Train, resolved, run_warm
 
 from src.engine.machine.ranks import Ranks
+from src.engine.runtime import checkpoint
 from src.engine.runtime.evaluation import evaluate
 from src.engine.runtime.replica_checks import measured_world_size
 from src.parallel import build_strategy
@@ -26,6 +29,7 @@ WAYS = {
     "ddp over NCCL": ("parallel=ddp", "parallel.devices=1"),
     "two gloo ranks on one device": ("parallel=ddp", "parallel.devices=2", "parallel.backend=gloo"),
 }
+RESNET = ("model=resnet18", "model.name=resnet10t")
 RUNS = [
     *(("single", precision) for precision in ("fp32", "bf16", "fp16")),
     *(("dp", "bf16"), ("ddp over NCCL", "fp32"), ("ddp over NCCL", "fp16"), ("two gloo ranks on one device", "fp32")),
@@ -60,6 +64,36 @@ def test_train_refuses_two_nccl_ranks_on_one_device(train: Train) -> None:
     devices = torch.cuda.device_count() + 1
     done = train("parallel=ddp", f"parallel.devices={devices}", f"data.batch_size={16 * devices}")
     assert done.returncode == 2 and "parallel.backend=gloo" in done.stderr, done.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.processes
+def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(tmp_path: Path) -> None:
+    """Two ranks of 8 images with SyncBatchNorm equal one process with 16; without it their statistics would differ."""
+    weights = {}
+    common = (*RESNET, "parallel.accelerator=cuda", "data.batch_size=16", "train.max_steps=1")
+    ranks = ("parallel=ddp", "parallel.devices=2")
+    if torch.cuda.device_count() == 1:
+        ranks += ("parallel.backend=gloo",)
+    for name, overrides in {
+        "one": ("parallel=single",),
+        "synchronized": (*ranks, "model.sync_bn=true"),
+        "apart": ranks,
+    }.items():
+        folder = run_warm(tmp_path / name, *common, *overrides)
+        weights[name] = checkpoint.load(folder / "checkpoints" / "last.pt")["model"]
+    statistics = [name for name in weights["one"] if name.endswith("running_var")]
+    assert statistics
+
+    def distance(name: str) -> float:
+        return max(
+            ((weights[name][key] - weights["one"][key]).norm() / weights["one"][key].norm()).item()
+            for key in statistics
+        )
+
+    assert distance("synchronized") < 1e-3
+    assert distance("apart") > 1e-3
 
 
 def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:

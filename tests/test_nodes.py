@@ -68,6 +68,34 @@ def test_single_task_is_not_treated_as_rank(environment: dict[str, str]) -> None
     assert ranks_from_environment(environment) is None
 
 
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, "PMI_SIZE=4"),
+        # mpirun in a Slurm allocation starts its own processes with srun, one per node.
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+    ],
+)
+def test_ranks_of_mpirun_are_refused_with_the_command_to_use(environment: dict[str, str], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: .*parallel=ddp parallel\.devices=N"):
+        ranks_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        # A wrapper script that sets the variables of torchrun.
+        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        # srun --mpi=pmi2
+        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
+    ],
+)
+def test_variables_of_mpi_are_accepted_when_ranks_are_known(environment: dict[str, str], ranks: Ranks | None) -> None:
+    assert ranks_from_environment(environment) == ranks
+
+
 @pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
 def test_error_names_missing_srun_variable(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):

@@ -7,13 +7,15 @@ import io
 import struct
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import resolved
+import torchvision
+from conftest import in_ranks, resolved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,7 +25,11 @@ from src.data.datasets import build_dataset
 from src.engine.data import tar_index as tars
 from src.engine.data.loader import BatchFetcher
 from src.engine.data.samplers import IndexBatch, TrainSampler
-from src.schema import Config
+from src.engine.errors import UnreadableImageError
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
+from src.schema import Config, as_resolved
+from src.train.build import build_evaluation
 
 CLASSES = ("cat", "dog")
 
@@ -194,6 +200,51 @@ def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> 
     assert (images.in_chans, len(images.class_names), len(images.train)) == (1, 10, 24)
     image, label = images.train[7]
     assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == ((1, 28, 28), torch.uint8, 7, 7)
+
+
+def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
+    """Build the data with a download that writes local files. Return (downloads by this rank, images, last label)."""
+    downloads = []
+
+    def download(dataset: torchvision.datasets.MNIST) -> None:
+        if not dataset._check_exists():
+            downloads.append(dataset.root)
+            # Others would start to write, or read half of the files, in this time.
+            time.sleep(1)
+            write_mnist(Path(root), 24)
+
+    torchvision.datasets.MNIST.download = download  # type: ignore[method-assign]
+    config = config_of("torch/mnist", Path(root), "+data.kwargs.download=true", "parallel=ddp", "parallel.devices=2")
+    strategy = build_strategy(as_resolved(config).parallel, ranks, store)
+    split = build_evaluation(as_resolved(config), strategy).dataset.train
+    strategy.close()
+    return len(downloads), len(split), split[23][1]
+
+
+@pytest.mark.processes
+def test_one_rank_downloads_when_ranks_start_on_an_empty_data_folder(tmp_path: Path) -> None:
+    outcomes = in_ranks(read_in_rank, 2, str(tmp_path), timeout=120)
+    assert sorted(downloads for downloads, _, _ in outcomes) == [0, 1]
+    assert [outcome[1:] for outcome in outcomes] == [(24, 3)] * 2
+
+
+def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
+    """Class names come from the file, and images are decoded here, so that a damaged one has an error with its number."""
+    hub = pytest.importorskip("datasets", reason="needs the package datasets")
+    features = hub.Features({"picture": hub.Image(), "kind": hub.ClassLabel(names=list(CLASSES))})
+    for split, count in (("train", 6), ("validation", 3)):
+        pictures = [
+            {"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None} for n in range(count)
+        ]
+        table = hub.Dataset.from_dict({"picture": pictures, "kind": [n % 2 for n in range(count)]}, features=features)
+        table.to_parquet(tmp_path / "here" / f"{split}-00000-of-00001.parquet")
+    columns = ("+data.kwargs.input_key=picture", "+data.kwargs.target_key=kind")
+    images = build_dataset(config_of(f"hfds/{tmp_path / 'here'}", tmp_path / "cache", *columns).data)
+    assert images.class_names == list(CLASSES)
+    assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
+    assert [images.val[n][1] for n in range(2)] == [0, 1]
+    with pytest.raises(UnreadableImageError, match="image 2 of validation"):
+        images.val[2]
 
 
 @pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist", "torch/fashion_mnist"])

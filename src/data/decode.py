@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.io import decode_jpeg
 
 from src.engine.errors import UnreadableImageError
 
+log = logging.getLogger(__name__)
 JPEG = b"\xff\xd8\xff"
 
 
@@ -24,18 +27,30 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
     Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError with `name` for anything but a
     complete image.
     """
-    if encoded.startswith(JPEG):
-        # About twice as fast as PIL, which gets the file if it is damaged or of a kind that only PIL reads.
+    if encoded.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
+        # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads. Rotates as EXIF says.
         with suppress(RuntimeError):
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            colors: Any = "GRAY" if mode == "L" else mode
-            return decode_jpeg(data, mode=colors, apply_exif_orientation=True)
+            return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return from_pil(image, mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = "not an image format that PIL reads" if "BytesIO" in str(error) else str(error)
         raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+
+
+@cache
+def find_jpeg_decoder() -> Callable[..., Tensor] | None:
+    """Return torchcodec's decoder. None, with a warning, if its libraries do not fit torch's build: PIL then decodes."""
+    # Imported with the first file, because data in memory does not need it.
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        log.warning("torchcodec cannot be loaded, so PIL decodes JPEG files, more slowly (%s)", reason)
+        return None
+    return decode_jpeg  # type: ignore[return-value]
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Tensor:

@@ -17,6 +17,7 @@ from timm.models import _builder
 from torch import Tensor, nn
 
 from src.data.transforms import Preprocessing
+from src.engine.machine.text import yaml_text
 from src.schema import ModelConfig, is_own_class
 
 
@@ -116,6 +117,28 @@ def _checkpoint_gradients(model: Any, name: str) -> None:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError) as error:
         raise ValueError(f"model.grad_checkpointing=true: {name} does not support it ({error})") from None
+
+
+def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
+    """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is compiled in the first step.
+
+    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError on a CPU without a C++
+    compiler, because that step would fail with a long traceback.
+    """
+    if not mode:
+        return model
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise ValueError(
+                f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); install g++, or set it to false"
+            ) from None
+    compiled: Any = torch.compile(model, mode=None if mode is True else mode)
+    assert isinstance(compiled, nn.Module)
+    return compiled
 
 
 def check_image_size(model: nn.Module, preprocessing: Preprocessing, num_classes: int, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from src.engine.runtime.meter import Meter
 from src.engine.runtime.replica_checks import check_same_data
 from src.engine.runtime.step_hooks import StepHooks
 from src.engine.runtime.step_profiler import ProfiledStepHooks
-from src.models.build import build_model, check_image_size
+from src.models.build import build_model, check_image_size, compile_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
@@ -172,7 +172,7 @@ def _build_state(
     if isinstance(criterion, torch.nn.Module):
         criterion = criterion.to(strategy.device)
     ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
-    compiled: Any = torch.compile(model) if config.model.compile else model
+    compiled = compile_model(model, config.model.compile, strategy.device)
     autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
     wrapped = strategy.wrap(TrainStep(autocast, criterion, config.train.task))
     if ema is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from src.data.decode import decode as decode_bytes
 from src.data.decode import decode_file as decode
+from src.data.decode import find_jpeg_decoder, from_pil
 from src.engine.data.folder import class_names, image_files
 from src.engine.errors import UnreadableImageError
 
@@ -104,6 +107,62 @@ def test_image_is_rotated_by_its_exif_tag(tmp_path: Path, name: str) -> None:
 
         expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB")).astype(int)
     assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).mean() < 4
+
+
+def scanned(kind: str) -> bytes:
+    """Return a JPEG with the detail of a photograph, of a kind that a decoder may treat separately."""
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (12, 17, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((101, 67), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    if kind.startswith("exif"):
+        exif[0x0112] = int(kind.removeprefix("exif_"))
+    options = {"quality": 90, "subsampling": 2, "progressive": kind == "progressive", "exif": exif}
+    modes = {"gray": "L", "cmyk": "CMYK"}
+    return encoded(image.convert(modes.get(kind, "RGB")), "JPEG", **options)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))])
+def test_jpeg_has_the_pixels_that_pil_decodes(kind: str, mode: str) -> None:
+    """Both use libjpeg-turbo. A run would change with the decoder otherwise. For one channel, PIL takes JPEG's luma too."""
+    data = scanned(kind)
+    with Image.open(io.BytesIO(data)) as opened:
+        opened.draft(mode, opened.size)
+        expected = from_pil(opened, mode)
+    assert torch.equal(decode_bytes(data, kind, mode), expected)
+
+
+def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its wheel needs the CUDA libraries of torch's wheel, which a torch of another index does not have."""
+    data = scanned("exif_6")
+    expected = decode_bytes(data, "exif_6")
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    find_jpeg_decoder.cache_clear()
+    try:
+        assert torch.equal(decode_bytes(data, "exif_6"), expected)
+        assert torch.equal(decode_bytes(data, "exif_6"), expected)
+    finally:
+        find_jpeg_decoder.cache_clear()
+    assert sum("torchcodec" in line for line in caplog.messages) == 1
+
+
+def test_jpeg_with_four_colors_has_the_pixels_of_libjpeg() -> None:
+    """PIL multiplies the colors by black in another way, so that pixels may differ by the rounding."""
+    data = scanned("cmyk")
+    with Image.open(io.BytesIO(data)) as opened:
+        difference = decode_bytes(data, "cmyk").int() - from_pil(opened).int()
+    assert difference.abs().max() <= 2
+
+
+def test_jpeg_with_damaged_scan_is_decoded_as_far_as_libjpeg_can() -> None:
+    """Zeros in the data end a segment early, which libjpeg only warns of. PIL accepts the file too."""
+    data = bytearray(scanned("baseline"))
+    middle = len(data) // 2
+    data[middle : middle + 50] = bytes(50)
+    assert decode_bytes(bytes(data), "zeros.jpg").shape == (3, 67, 101)
 
 
 @pytest.mark.parametrize("name", BAD)

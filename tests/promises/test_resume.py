@@ -6,7 +6,7 @@ import multiprocessing
 import shutil
 import signal
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from conftest import Train, in_ranks, resolved, run_warm, without_times
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.amp import GradScaler
 
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped
@@ -265,6 +266,30 @@ def test_command_printed_by_a_stopped_run_continues_bit_for_bit(train: Train) ->
     one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder))
     assert_equal_trees(training_of(one), training_of(other))
     assert curves(running.folder) == curves(whole)
+
+
+def train_with_growing_scale(
+    ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None
+) -> None:
+    """Train with a scaler that starts low and doubles its scale after 4 good steps, not 2,000."""
+    torch.amp.GradScaler = partial(GradScaler, init_scale=8.0, growth_interval=4)  # type: ignore[misc, assignment]
+    train(ranks, store, folder, config, stop_at)
+
+
+@pytest.mark.parametrize("world_size", [1, slow(2)])
+def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
+    """The stop is between two changes of the scale, so that both the scale and its count of good steps matter."""
+    config = config_of((*spread(world_size), "train.precision=fp16", "train.epochs=2"))
+    last = {}
+    for name, stops in {"whole": (None,), "resumed": (6, None)}.items():
+        (tmp_path / name).mkdir()
+        for until in stops:
+            in_ranks(train_with_growing_scale, world_size, str(tmp_path / name), config, until)
+        last[name] = checkpoint.load(tmp_path / name / "checkpoints" / "last.pt")
+    scaler = last["whole"]["scaler"]
+    assert (scaler["scale"], scaler["_growth_tracker"]) == (64.0, 0)
+    for part in ("scaler", "model", "optimizer"):
+        assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
 def test_resume_with_larger_max_steps_continues_in_mid_epoch(undisturbed: Any, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names[:3] if name in environment]
     if not present:
+        _refuse_mpirun(environment)
         return _ranks_of_srun(environment)
     fix = "start ranks with torchrun, or unset it"
     missing = [name for name in NEEDED if name not in environment]
@@ -101,6 +102,21 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     node = int(environment.get("GROUP_RANK", rank // local_world_size))
     nodes = int(environment.get("GROUP_WORLD_SIZE", math.ceil(world_size / local_world_size)))
     return Ranks(rank, world_size, local_rank, local_world_size, restarts, node, nodes)
+
+
+def _refuse_mpirun(environment: Mapping[str, str]) -> None:
+    """Reject ranks of mpirun, because each of them would train alone and they would share a run folder.
+
+    srun sets PMI_SIZE too, but not MPI_LOCALRANKID.
+    """
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if "MPI_LOCALRANKID" in environment else ("OMPI_COMM_WORLD_SIZE",)
+    for name in names:
+        size = environment.get(name, "1")
+        if size != "1":
+            raise ValueError(
+                f"{name}={size}: mpirun sets no RANK; start python train.py parallel=ddp parallel.devices=N without mpirun, "
+                "or on several nodes torchrun or srun"
+            )
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
