@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import Finished, resolved
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from src.models.build import build_model
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ModelConfig
+from src.train.build import build_evaluation
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 DIGITS = [str(digit) for digit in range(10)]
@@ -54,6 +56,29 @@ def test_run_checkpoint_is_loaded_as_weights(finished_run: Finished) -> None:
     fresh = model(in_chans=1)
     load_weights(fresh, path, DIGITS)
     assert is_equal(fresh, torch.load(path, weights_only=True)["model"])
+
+
+@pytest.mark.parametrize(
+    ("of_run", "overrides", "expected"),
+    [
+        ((0.2, 0.3, 0.4), (), (0.2, 0.3, 0.4)),
+        ((0.2, 0.3, 0.4), ("data.mean=[0.6,0.6,0.6]", "data.std=[0.1,0.1,0.1]"), (0.6, 0.6, 0.6)),
+        ((0.2,), (), (0.5, 0.5, 0.5)),
+    ],
+)
+def test_mean_follows_the_weights_of_a_run_unless_given_or_of_other_channels(
+    tmp_path: Path, of_run: tuple[float, ...], overrides: tuple[str, ...], expected: tuple[float, ...]
+) -> None:
+    for split in ("train", "val"):
+        for name in ("ant", "bee"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(tmp_path / split / name / "0.png")
+    preprocessing = {"mean": of_run, "std": of_run, "input_size": (len(of_run), 32, 32)}
+    torch.save({"format": 2, "model": {}, "preprocessing": preprocessing}, tmp_path / "best.pt")
+    config = resolved("data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides)
+    built = build_evaluation(config, build_strategy(config.parallel, Ranks(), None))
+    assert built.preprocessing.mean == expected
+    assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
 
 
 def test_new_head_stays_random_and_unused_tensors_are_listed(

@@ -24,7 +24,7 @@ from src.engine.runtime.determinism import use_deterministic_algorithms
 from src.engine.runtime.evaluation import Evaluation, evaluate
 from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
 from src.engine.runtime.replica_checks import measured_world_size
-from src.models.weights import load_weights
+from src.models.weights import load_weights, preprocessing_of
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_evaluation
@@ -62,7 +62,9 @@ def evaluate_config(
         contents: dict[str, Any] = {}
         if folder is not None:
             path, contents = checkpoint.load_from_run(folder, which)
-            _prepare_as_trained(config, contents)
+            _prepare_as_trained(config, contents.get("preprocessing", {}))
+        elif config.model.weights is not None:
+            _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
         built = build_evaluation(config, strategy, contents.get("classes"))
         dataset, model, loaders = built.dataset, built.model, built.loaders
         for loader in loaders.values():
@@ -117,11 +119,11 @@ def _evaluate_split(
     return evaluation
 
 
-def _prepare_as_trained(config: ResolvedConfig, contents: dict[str, Any]) -> None:
+def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -> None:
     """Set the preprocessing keys to the values of the checkpoint's run, unless the command sets them."""
     for key in PREPARATION:
-        if getattr(config.data, key) is None and key in contents.get("preprocessing", {}):
-            value = contents["preprocessing"][key]
+        if getattr(config.data, key) is None and key in preprocessing:
+            value = preprocessing[key]
             setattr(config.data, key, list(value) if isinstance(value, tuple) else value)
 
 

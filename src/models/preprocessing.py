@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from timm.data import resolve_model_data_config
 from torch import nn
 
@@ -15,8 +18,13 @@ def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset)
     return int(config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1])
 
 
-def preprocessing_for(model: nn.Module, config: DataConfig, images: ImageDataset) -> Preprocessing:
-    """Return the evaluation preprocessing: from config, else dataset, else pretrained model, else timm's defaults."""
+def preprocessing_for(
+    model: nn.Module, config: DataConfig, images: ImageDataset, of_weights: Mapping[str, Any] | None = None
+) -> Preprocessing:
+    """Return the evaluation preprocessing: from config, else dataset, else weights, else timm's defaults.
+
+    The weights are those of the file model.weights (`of_weights`: its mean and std), else timm's.
+    """
     if config.eval_image_size is not None and isinstance(images.val, InMemory):
         raise ValueError(f"data.eval_image_size={config.eval_image_size}: the images of {config.name} have one size")
     of_model = resolve_model_data_config(model)
@@ -27,6 +35,8 @@ def preprocessing_for(model: nn.Module, config: DataConfig, images: ImageDataset
         mean = std = (0.5,) * channels
         if hasattr(model, "pretrained_cfg") and len(of_model["mean"]) == channels:
             mean, std = of_model["mean"], of_model["std"]
+        if of_weights and len(of_weights["mean"]) == channels:
+            mean, std = of_weights["mean"], of_weights["std"]
     for key, values in (("mean", mean), ("std", std)):
         if len(values) != channels:
             raise ValueError(f"data.{key}={list(values)}: expected a number for each of the {channels} channels")

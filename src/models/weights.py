@@ -76,6 +76,17 @@ def load_weights(
     return line
 
 
+def preprocessing_of(path: Path) -> dict[str, Any]:
+    """Return the preprocessing (mean, std …) with which a checkpoint of this project was trained; {} for other files."""
+    try:
+        # Mapped: only the small entries are read, not the tensors.
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # load_weights reports a file that cannot be read.
+    except Exception:
+        return {}
+    return dict(contents.get("preprocessing", {})) if isinstance(contents, dict) else {}
+
+
 def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Adapt a file's tensors to a timm model as timm does: apply its filter, then resize the first convolution.
 

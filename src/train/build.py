@@ -28,7 +28,7 @@ from src.models.build import build_model, check_image_size, compile_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.models.weights import load_weights
+from src.models.weights import load_weights, preprocessing_of
 from src.schema import ResolvedConfig, is_timm_dataset
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric
@@ -115,7 +115,8 @@ def build_evaluation(
         dataset = build_dataset(config.data, trained_classes, config.train.task == "multilabel")
         size = config.data.image_size or dataset.image_size
         model = build_model(config.model, len(dataset.class_names), dataset.in_chans, size, strategy.device)
-    preprocessing = preprocessing_for(model, config.data, dataset)
+    of_weights = None if config.model.weights is None else preprocessing_of(Path(config.model.weights))
+    preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
     check_image_size(model, preprocessing, len(dataset.class_names), strategy.device)
     prefetcher = DevicePrefetcher(strategy.device, preprocessing.mean, preprocessing.std, config.model.channels_last)
     group, loaders = strategy.group, {}
