@@ -1,14 +1,19 @@
 """Export a trained model for other programs.
 
     python scripts/export.py run=<run folder>
+    python scripts/export.py run=<run folder> format=onnx
+    python scripts/export.py run=<run folder> format=hub
 
-Writes model.safetensors and config.json (class names, data config), which timm loads, and prints the Python that loads
-them. The model returns scores: probabilities are their softmax, or with train.loss=bce the sigmoid of each.
+safetensors writes model.safetensors and config.json (class names, data config), which timm loads; hub also writes a model
+card, and transformers loads the folder too; onnx and torch_export write one file. Prints the Python that loads them. The
+model returns scores: probabilities are their softmax, or with train.loss=bce the sigmoid of each.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # Python adds the folder of a script, not the root of the project.
@@ -17,28 +22,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from src.engine.config.arguments import CommandLine, errors_in_one_line
 from src.engine.machine.secrets import mask
 
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
     """Export the model of a run. Return the exit code: 0 done, 1 the export differs from the model, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
-    parser.add_argument("--format", choices=["safetensors", "torch_export"], default="safetensors")
-    parser.add_argument("--output", type=Path, help="folder (default: <run folder>/export)")
+    parser.add_argument("--format", choices=["safetensors", "torch_export", "onnx", "hub"], default="safetensors")
+    parser.add_argument("--output", type=Path, help="folder (default: <run folder>/export, of hub <run folder>/hub)")
     parser.add_argument("--checkpoint", help="best, last or a file")
     parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric evaluates")
     given = parser.parse_intermixed_args(argv)
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    if given.format == "onnx" and missing:
+        raise ValueError(f"format=onnx: {', '.join(missing)}: not installed; pip install -r requirements-export.txt")
 
     import torch
 
-    from src.commands.export import export_program, export_safetensors
+    from src.commands.export import export_onnx, export_program, export_safetensors
+    from src.commands.hub import export_hub
     from src.commands.load import load_trained
 
-    folder = given.output or given.run / "export"
+    folder = given.output or given.run / ("hub" if given.format == "hub" else "export")
     trained = load_trained(given.run, given.checkpoint, given.weights, torch.device("cpu"))
+    exports = {"torch_export": export_program, "onnx": export_onnx, "hub": export_hub}
     try:
-        export = export_program if given.format == "torch_export" else export_safetensors
-        loaded_by = export(trained, folder)
+        loaded_by = exports.get(given.format, export_safetensors)(trained, folder)
     except RuntimeError as error:
         print(f"export.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 1
@@ -47,6 +58,9 @@ def main(argv: list[str]) -> int:
         print(f"  {line}")
     if loaded_by[0].startswith("timm."):
         print("give it upright images of 8 bits: timm's own transform ignores EXIF rotation and clips 16-bit images")
+    if given.format == "hub":
+        print(f"choose a license in {folder / 'README.md'} and read it, because it has your command; then upload with")
+        print(f"  hf upload '<user>/<name>' {shlex.quote(str(folder))} .")
     return 0
 
 

@@ -481,6 +481,7 @@ class CheckpointConfig:
     every_steps: int | None = number(None, ge=1, help="Steps between two saves; null: save after each epoch.")
     every_minutes: float | None = number(None, gt=0, help="Minutes between two saves, at the next logged step.")
     keep: int = number(1, ge=1, help="Number of step_N.pt files to keep.")
+    top: int = number(1, ge=1, help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.")
     metric: str = key("val/acc", help="Metric of best.pt: val/<name in src/train/metrics.py>, or with _ema.")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import Finished, in_ranks, resolved
+from conftest import Finished, in_ranks, read_lines, resolved
 from torch import nn
 
 import train as entry
@@ -25,6 +25,7 @@ from src.engine.runtime import checkpoint
 from src.engine.runtime.progress import Progress
 from src.parallel import build_strategy
 from src.train.build import RunParts
+from src.train.run import run
 
 Contents = dict[str, Any]
 SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
@@ -143,6 +144,114 @@ def test_save_keeps_newest_and_best_checkpoints(contents: Contents, tmp_path: Pa
     assert {path.stem for path in tmp_path.glob("*.json")} == {path.stem for path in tmp_path.glob("*.pt")}
     steps = {path.stem: checkpoint.load(path)["progress"]["step"] for path in tmp_path.glob("*.pt")}
     assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
+
+
+def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") -> Contents:
+    """Return contents whose state `save_top` saves right after an evaluation; None: without one."""
+    return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
+
+
+def save_top(folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2) -> None:
+    score = contents["score"]
+    progress = {**contents["progress"], "step": step, "score": score, "evaluated_at": None if score is None else step}
+    checkpoint.save(folder, {**contents, "progress": progress}, step, 1, is_best, top)
+
+
+def best_steps(folder: Path) -> list[int]:
+    """Return the steps of the best_step_N.pt files, whose .json and weights must be those of the step."""
+    paths = list(folder.glob("best_step_*"))
+    assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
+    steps = sorted(int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt")
+    for step in steps:
+        path = folder / f"best_step_{step}.pt"
+        assert checkpoint.load(path)["progress"]["step"] == step
+        assert json.loads(path.with_suffix(".json").read_text())["step"] == step
+    return steps
+
+
+def test_save_keeps_the_best_checkpoints_by_metric(contents: Contents, tmp_path: Path) -> None:
+    """Step 4 equals step 2, which was first, and step 5 was not evaluated."""
+    scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
+    kept = {}
+    for step, score in scores.items():
+        save_top(tmp_path, evaluated(contents, score), step, is_best=step in (1, 2, 11))
+        kept[step] = best_steps(tmp_path)
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 4], 10: [2, 4], 11: [2, 11]}
+    assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
+
+
+def test_save_without_top_keeps_best_pt_only(contents: Contents, tmp_path: Path) -> None:
+    save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
+
+
+def test_save_ranks_only_this_run_and_metric_among_the_best(contents: Contents, tmp_path: Path) -> None:
+    """A run that continues from an older checkpoint, or by another metric, drops the files that it cannot rank."""
+    for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
+        save_top(tmp_path, evaluated(contents, score), step, top=3)
+    save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
+    assert best_steps(tmp_path) == [1, 5, 6]
+    save_top(tmp_path, evaluated(contents, -3.5, "val/loss"), 7, top=3)
+    assert best_steps(tmp_path) == [7]
+
+
+def test_save_tolerates_removed_and_damaged_files_among_the_best(contents: Contents, tmp_path: Path) -> None:
+    for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
+        save_top(tmp_path, evaluated(contents, score), step, top=4)
+    (tmp_path / "best_step_1.pt").unlink()
+    (tmp_path / "best_step_2.json").write_text('{"score": ')
+    (tmp_path / "best_step_3.json").unlink()
+    (tmp_path / "best_step_4_mine.pt").write_bytes(b"a copy of the user")
+    save_top(tmp_path, evaluated(contents, 0.1), 5, top=4)
+    assert {path.name for path in tmp_path.glob("best_step_*.pt")} == {
+        *("best_step_4.pt", "best_step_4_mine.pt", "best_step_5.pt")
+    }
+
+
+def test_save_ranks_a_step_again_after_any_failed_rename(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose save failed continues from last.pt: either it comes to the step again, or the step is ranked."""
+    replace = os.replace
+    for failing in range(8):
+        folder = tmp_path / str(failing) / "checkpoints"
+        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
+        done: list[Any] = []
+
+        def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
+            if len(done) == failing:
+                disk_full()
+            done.append(target)
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", rename)
+            with pytest.raises(OSError, match=r"step_2\.pt"):
+                save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        save_top(folder, evaluated(contents, 0.5), 3)
+        assert best_steps(folder) == [2, 3], failing
+
+
+def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
+    (Path(folder) / "logs").mkdir(parents=True)
+    torch.set_num_threads(1)
+    for epochs in (3, 6):
+        words = ("parallel=single", "checkpoint.top=3", "checkpoint.every_steps=3", f"train.epochs={epochs}")
+        run(resolved(*words), Path(folder), ranks, None)
+
+
+@pytest.mark.processes
+def test_resumed_run_keeps_the_best_of_all_its_evaluations(tmp_path: Path) -> None:
+    in_ranks(trained_twice, 1, str(tmp_path / "run"))
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
+    assert len(lines) == 6
+    ranked = sorted(lines, key=lambda line: (-line["val/acc"], line["step"]))[:3]
+    assert best_steps(tmp_path / "run" / "checkpoints") == sorted(line["step"] for line in ranked)
+    assert (tmp_path / "run/checkpoints/best.pt").samefile(
+        tmp_path / f"run/checkpoints/best_step_{ranked[0]['step']}.pt"
+    )
 
 
 def disk_full(*args: object, **kwargs: object) -> None:

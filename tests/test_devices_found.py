@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import shutil
 import subprocess
 import sys
@@ -356,6 +357,17 @@ def test_gpu_utilization_is_read_by_uuid_and_is_none_when_unsupported() -> None:
     for gpu in gpus * 2:
         gpu.sample()
     assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
+
+
+def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def millijoules(handle: str) -> int:
+        if handle.startswith("MIG"):
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+        return 7_500
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", millijoules)
+    assert Gpu("GPU-b").joules() == 7.5
+    assert math.isnan(Gpu("MIG-1").joules()) and math.isnan(Gpu(None).joules())
 
 
 def test_failed_nvml_query_does_not_affect_other_values(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:

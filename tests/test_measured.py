@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -14,8 +15,11 @@ import torch
 from conftest import ROOT, Train, in_ranks, read_lines, resolved
 from torch import nn
 
+from src.engine.faults.liveness import liveness
 from src.engine.machine.nvidia import Gpu
 from src.engine.machine.ranks import Ranks
+from src.engine.machine.usage import Energy
+from src.engine.parallel import telemetry
 from src.engine.parallel.ddp_timing import TimedDistributedDataParallel
 from src.engine.record.guard import flags, guard
 from src.engine.record.result import read_result
@@ -275,6 +279,45 @@ def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
     for _ in range(3):
         gpu.sample()
     assert gpu.state() == measured
+
+
+class SteppedGpu:
+    """Fake GPU whose counter rises by 5 J with every training step. Rank 1's lacks a counter if `known` is false."""
+
+    def __init__(self, uuid: str, known: bool = True) -> None:
+        self.uuid, self.known = uuid, known
+
+    def joules(self) -> float:
+        return 1000.0 + 5 * liveness.step if self.known else math.nan
+
+
+def metered(ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str) -> dict[str, Any]:
+    """Train like `trained`, with a fake GPU per rank."""
+    gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
+    telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[attr-defined]
+    return trained(ranks, store, folder, *overrides)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("uuids", "gpus"), [(["GPU-a", "GPU-b"], 2), (["GPU-a", "GPU-a"], 1)])
+def test_energy_is_summed_over_the_gpus_of_all_ranks(tmp_path: Path, uuids: list[str], gpus: int) -> None:
+    """Ranks that share a GPU read the same counter, which counts once."""
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
+    result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
+    assert result["throughput"]["steps_timed"] < result["steps"]
+    assert result["energy"]["joules_per_image"] == pytest.approx(gpus * 5 / result["batch_size"])
+    assert result["energy"]["kwh"] == pytest.approx(gpus * 5 * result["steps"] / 3.6e6)
+
+
+@pytest.mark.processes
+def test_energy_is_null_when_one_gpu_has_no_counter(tmp_path: Path) -> None:
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
+    result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]
+    assert result["energy"] == {"joules_per_image": None, "kwh": None}
+
+
+def test_energy_is_null_without_gpus(two_ranks: tuple[dict[str, Any], Path]) -> None:
+    assert two_ranks[0]["energy"] == {"joules_per_image": None, "kwh": None}
 
 
 @pytest.mark.processes

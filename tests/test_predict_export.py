@@ -8,23 +8,26 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+import yaml
 from conftest import Finished, Train, in_ranks, run_warm
 from PIL import Image
 from safetensors.torch import load_file
 
 from scripts import export as export_script
 from scripts import predict as predict_script
-from src.commands import export
+from src.commands import export, hub
 from src.commands.load import load_trained
 from src.commands.predict import Prediction, PredictionRequest, predict, write
 from src.data.datasets import build_dataset
 from src.engine.machine.ranks import NEEDED, Ranks
+from src.engine.record.result import Result, write_result
 from src.schema import DataConfig, ParallelConfig
 
 CPU = torch.device("cpu")
@@ -162,7 +165,7 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
         (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
         (export_script, [], r"required: --run"),
         (export_script, ["run={empty}"], r"no run folder|config\.yaml"),
-        (export_script, ["run={run}", "format=onnx"], r"format: invalid choice: 'onnx' .*safetensors.*torch_export"),
+        (export_script, ["run={run}", "format=tflite"], r"format: invalid choice: 'tflite' .*torch_export.*onnx.*hub"),
         (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
     ],
 )
@@ -249,6 +252,147 @@ def test_export_exits_1_when_outputs_differ_from_checkpoint_outputs(
     monkeypatch.setattr(export, "save_for_hf", forgets_a_layer)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
     assert "outputs differ from the checkpoint" in capsys.readouterr().err
+
+
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, export_script.ONNX_PACKAGES)), reason="needs requirements-export.txt"
+)
+
+
+@needs_onnx
+def test_onnx_model_matches_the_checkpoint_at_batch_1_and_7(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import onnxruntime
+
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].strip() == f"onnxruntime.InferenceSession('{tmp_path}/model.onnx')"
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (1, 7):
+        images = torch.randn(batch, 1, 32, 32)
+        (scores,) = session.run(["scores"], {"images": images.numpy()})
+        torch.testing.assert_close(torch.from_numpy(scores), trained.model(images), atol=1e-4, rtol=0)
+    metadata = {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
+    assert metadata["class_names"] == [str(n) for n in range(10)]
+    assert (metadata["input_size"], metadata["mean"]) == ([1, 32, 32], list(trained.preprocessing.mean))
+
+
+@needs_onnx
+def test_export_exits_1_when_onnx_outputs_differ(
+    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgets_the_input(model: Any, *given: Any, **more: Any) -> None:
+        onnx_export(torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)), *given, **more)
+
+    onnx_export = export.onnx_export
+    monkeypatch.setattr(export, "onnx_export", forgets_the_input)
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
+
+
+def test_onnx_is_refused_with_the_pip_line_when_packages_are_missing(
+    finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_script, "find_spec", lambda name: None if name == "onnxscript" else name)
+    assert export_script.main([f"run={finished_run.folder}", "format=onnx"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "onnxscript: not installed; pip install -r requirements-export.txt" in line
+
+
+@pytest.fixture(scope="module")
+def hub_folder(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    assert export_script.main([f"run={finished_run.folder}", f"output={folder}", "format=hub"]) == 0
+    return folder
+
+
+def test_hub_folder_has_a_model_card_with_the_metrics_of_the_run(finished_run: Finished, hub_folder: Path) -> None:
+    card, result = (hub_folder / "README.md").read_text(), finished_run.result
+    environment = json.loads((finished_run.folder / "environment.json").read_text())
+    rows = {tuple(line.strip("| ").split(" | ")) for line in card.splitlines() if re.match(r"\| (val|test) ", line)}
+    for metric in ("loss", "acc", "acc5"):
+        assert ("test", metric, f"{result['test'][metric]:.4f}", str(result["test"]["samples"])) in rows
+    assert ("val", "acc", f"{result['val']['acc_best']:.4f}", str(result["val"]["samples"])) in rows
+    for fact in (environment["command"], environment["cpu"]["model"], result["commit"] or "", result["data"]["all"]):
+        assert fact in card
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "timm" and "license" not in header and "# license:" in card
+
+
+def test_hub_config_states_no_license_and_no_number_of_classes_twice(hub_folder: Path) -> None:
+    """transformers passes num_classes to timm in addition to `model_args`, which is an error if these have it too."""
+    config = json.loads((hub_folder / "config.json").read_text())
+    assert config["num_classes"] == 10 and "num_classes" not in config["model_args"]
+    assert not {"license", "origin_url", "tag"} & config["pretrained_cfg"].keys()
+    model = timm.create_model(f"local-dir:{hub_folder}", pretrained=True)
+    assert model.num_classes == 10 and config["label_names"] == [str(n) for n in range(10)]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
+def test_hub_folder_loads_in_transformers_with_names_and_normalization(
+    finished_run: Finished, hub_folder: Path
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    model = AutoModelForImageClassification.from_pretrained(hub_folder).eval()
+    assert model.config.id2label == {number: str(number) for number in range(10)}
+    prepare = AutoImageProcessor.from_pretrained(hub_folder).data_config
+    assert (prepare["mean"], prepare["input_size"]) == (trained.preprocessing.mean, (1, 32, 32))
+    images = torch.randn(5, 1, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images).logits, trained.model(images))
+
+
+def test_hub_folder_of_several_labels_asks_for_the_sigmoid(finished_run: Finished, tmp_path: Path) -> None:
+    """It also names the outputs that have no class, because transformers ignores a list that is too short."""
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.config = replace(trained.config, train=replace(trained.config.train, task="multilabel"))
+    trained.class_names = trained.class_names[:8]
+    hub.export_hub(trained, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    assert config["label_names"] == [*(str(n) for n in range(8)), "unused_8", "unused_9"]
+    assert ".sigmoid()" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "weights", "values"),
+    [
+        ("best", "model", [("val", 0.5, 40), ("test", 0.7, 30)]),
+        ("best", "ema", [("val", 0.6, 40), ("test", 0.8, 30)]),
+        ("last", "model", [("val", 0.1, 40)]),
+    ],
+)
+def test_model_card_has_the_metrics_of_the_exported_weights(
+    finished_run: Finished, tmp_path: Path, checkpoint: str, weights: str, values: list[Any]
+) -> None:
+    """Only the weights that the run tested have metrics of the test split."""
+    lines = [{"step": 3, "val/acc": 0.5, "val/acc_ema": 0.6}, {"step": 9, "val/acc": 0.1, "val/acc_best": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.run, trained.weights, trained.step = tmp_path, weights, 3 if checkpoint == "best" else 9
+    trained.checkpoint = tmp_path / "checkpoints" / f"{checkpoint}.pt"
+    test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
+    result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
+    assert hub._metrics(trained, result) == [(split, "acc", value, images) for split, value, images in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [("src.models.cifar_resnet.CifarResNet18", "done", "model.name=src"), (None, "interrupted", "interrupted, exp")],
+)
+def test_hub_refuses_a_custom_model_and_an_unfinished_run_without_writing(
+    finished_run: Finished, tmp_path: Path, name: str | None, status: str, message: str
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.run = tmp_path / "run"
+    trained.run.mkdir()
+    trained.config = replace(trained.config, model=replace(trained.config.model, name=name or "resnet18"))
+    write_result(trained.run, Result(status=status))
+    with pytest.raises(ValueError, match=message):
+        hub.export_hub(trained, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
 
 
 @pytest.mark.processes

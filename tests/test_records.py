@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -15,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import resolved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.engine.launch import job
+from src.engine.launch.resume import records_of, restore_records
 from src.engine.machine.files import claim_folder, write_json, write_text
-from src.engine.record import environment
+from src.engine.record import code_diff, environment
+from src.engine.record.code_diff import CODE_DIFF, write_code_diff
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
 from src.schema import Config
@@ -29,13 +34,82 @@ from src.schema import Config
 def test_git_dirty_flag_is_none_when_git_fails(
     monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
 ) -> None:
-    monkeypatch.setattr(environment, "_output", lambda *command: output)
+    monkeypatch.setattr(environment, "output_of", lambda *command: output)
     assert environment.environment_facts(Config())["dirty"] is dirty
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create a git repository with one commit of two files, for a user whose git prints colors."""
+    root = tmp_path / "code"
+    root.mkdir()
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    (tmp_path / "gitconfig").write_text(
+        "[user]\nname = me\nemail = me@example.org\n[color]\nui = always\n[diff]\nnoprefix = true\n"
+    )
+    (root / "train.py").write_text("first\nsecond\n")
+    (root / "notes.txt").write_text("1\n")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run(("git", "-C", root, *words), check=True, timeout=60)
+    return root
+
+
+def test_code_diff_restores_the_code_of_the_run_from_its_commit(repository: Path, tmp_path: Path) -> None:
+    """It has staged and unstaged changes, and the names of untracked files, but not their contents."""
+    changed = {"train.py": "first\nchanged\n", "notes.txt": "2\n"}
+    for name, text in changed.items():
+        (repository / name).write_text(text)
+    subprocess.run(("git", "-C", repository, "add", "notes.txt"), check=True, timeout=60)
+    (repository / "mine").mkdir()
+    (repository / "mine" / "model.py").write_text("untracked code")
+    write_code_diff(tmp_path, True, repository)
+    diff = tmp_path / CODE_DIFF
+    assert diff.read_text().startswith("untracked: mine/\n") and "untracked code" not in diff.read_text()
+    subprocess.run(("git", "-C", repository, "reset", "-q", "--hard"), check=True, timeout=60)
+    subprocess.run(("git", "-C", repository, "apply", diff), check=True, timeout=60)
+    assert {name: (repository / name).read_text() for name in changed} == changed
+
+
+def test_code_diff_of_an_earlier_attempt_is_removed_when_the_code_is_clean(tmp_path: Path) -> None:
+    (tmp_path / CODE_DIFF).write_text("old")
+    write_code_diff(tmp_path, False)
+    assert not (tmp_path / CODE_DIFF).exists()
+
+
+def test_code_diff_is_cut_when_it_is_large(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a secret would not be recognized, so no part of a line is kept."""
+    (repository / "notes.txt").write_text("a line of 24 characters\n" * 100_000)
+    write_code_diff(tmp_path, True, repository)
+    *lines, last = (tmp_path / CODE_DIFF).read_text().splitlines()
+    assert last.startswith("cut: ")
+    assert lines[-1] == "+a line of 24 characters" and len(lines) == pytest.approx(1_000_000 / 25, abs=10)
+    monkeypatch.setattr(code_diff, "LARGEST", 3_000_000)
+    write_code_diff(tmp_path, True, repository)
+    assert len((tmp_path / CODE_DIFF).read_text().splitlines()) > 100_000
+
+
+@pytest.mark.parametrize("before", ["the diff of the run", None])
+def test_refused_resume_restores_the_code_diff(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.setattr(job, "environment_facts", lambda config: {"dirty": True})
+    if before is not None:
+        (tmp_path / CODE_DIFF).write_text(before)
+    records = records_of(tmp_path)
+    job.prepare(resolved(), tmp_path)
+    assert (tmp_path / CODE_DIFF).read_text() != before
+    restore_records(tmp_path, records)
+    assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (before or False)
+
+
+def test_code_diff_says_that_git_failed(tmp_path: Path) -> None:
+    write_code_diff(tmp_path, True, tmp_path / "nowhere")
+    assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 
 
 def test_command_output_that_is_not_utf8_is_read() -> None:
     """git prints a file name that is not UTF-8 without quoting it when core.quotepath is off."""
-    assert environment._output(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
+    assert environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
 
 
 def test_concurrent_folder_claims_get_different_folders(tmp_path: Path) -> None:

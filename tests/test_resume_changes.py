@@ -563,7 +563,8 @@ NOT_DRAWN = (
         "train.target_loss",
         "train.bce_target_thresh",
     ),
-    *("train.profile_steps", "checkpoint.every_minutes", "checkpoint.keep", "cluster.", "sweep.", "search.", "paths."),
+    *("train.profile_steps", "checkpoint.every_minutes", "checkpoint.keep", "checkpoint.top", "cluster.", "sweep."),
+    *("search.", "paths."),
     *("task_name", "tags", "resume", "optimized_metric", "print_config"),
 )
 

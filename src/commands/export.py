@@ -1,4 +1,4 @@
-"""Export a trained model for other programs: safetensors that timm loads, or a torch.export program."""
+"""Export a trained model for other programs: safetensors that timm loads, a torch.export program, or ONNX."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from timm.utils.onnx import onnx_export
 from torch import nn
 
 from src.commands.load import Trained
 
-# Largest difference of outputs that counts as rounding, because a traced program may use other kernels.
+# Largest difference of outputs that counts as rounding, because a traced program may use other kernels. It is relative to
+# the largest score, or absolute if all scores are below 1.
 ROUNDING = 1e-4
+BATCHES = (1, 7)  # compared, because a program may be valid only for the batch with which it was traced
 
 
 def export_safetensors(trained: Trained, folder: Path) -> list[str]:
@@ -37,9 +40,9 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
         data_config=dataclasses.asdict(trained.preprocessing),
     )
     arguments = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_args"]
-    _check_same(trained, timm.create_model(name, checkpoint_path=str(path), **arguments), path)
+    check_same(trained, timm.create_model(name, checkpoint_path=str(path), **arguments), path)
     by_folder = f"local-dir:{folder.resolve()}"
-    _check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
+    check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
     keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return [
         f"timm.create_model({by_folder!r}, pretrained=True)",
@@ -55,12 +58,41 @@ def export_program(trained: Trained, folder: Path) -> list[str]:
         program = torch.export.export(trained.model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     # torch raises many types here, all about the model.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"format=torch_export: torch cannot trace {trained.config.model.name} ({reason})") from None
+        raise _untraceable(trained, "torch_export", error) from None
     folder.mkdir(parents=True, exist_ok=True)
     torch.export.save(program, path)
-    _check_same(trained, torch.export.load(path).module(), path)
+    check_same(trained, torch.export.load(path).module(), path)
     return [f"torch.export.load({str(path)!r}).module()"]
+
+
+def export_onnx(trained: Trained, folder: Path) -> list[str]:
+    """Write `model.onnx` for any batch size. Return the Python expression that loads it.
+
+    Its input is `images`, its output `scores`. Its metadata holds, as JSON, the class names and the preprocessing.
+    """
+    import onnx
+    import onnxruntime
+
+    path, images = folder / "model.onnx", _example(trained, 2)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        onnx_export(trained.model, str(path), images, use_dynamo=True, input_names=["images"], output_names=["scores"])
+    # torch and onnx raise many types here, all about the model.
+    except Exception as error:
+        raise _untraceable(trained, "onnx", error) from None
+    metadata = {"class_names": trained.class_names, **dataclasses.asdict(trained.preprocessing)}
+    # Weights of more than 2 GB are in a second file, which stays as it is.
+    written = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(written, {key: json.dumps(value) for key, value in metadata.items()})
+    onnx.save(written, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    check_same(trained, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), path)
+    return [f"onnxruntime.InferenceSession({str(path)!r})"]
+
+
+def _untraceable(trained: Trained, form: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:300]
+    return ValueError(f"format={form}: torch cannot trace {trained.config.model.name} ({reason})")
 
 
 def _example(trained: Trained, batch: int) -> torch.Tensor:
@@ -70,10 +102,13 @@ def _example(trained: Trained, batch: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _check_same(trained: Trained, loaded: Any, path: Path) -> None:
-    images = _example(trained, 3)
-    if isinstance(loaded, nn.Module) and not isinstance(loaded, torch.fx.GraphModule):
-        loaded = loaded.to(images.device).eval()
-    difference = float((trained.model(images) - loaded(images)).abs().max())
-    if not difference <= ROUNDING:
-        raise RuntimeError(f"{path}: its outputs differ from the checkpoint's (by {difference:.2g}); do not use it")
+def check_same(trained: Trained, loaded: Any, path: Path) -> None:
+    """Compare outputs with the checkpoint's at each of BATCHES. Raises RuntimeError for a difference above ROUNDING."""
+    for batch in BATCHES:
+        images = _example(trained, batch)
+        if isinstance(loaded, nn.Module) and not isinstance(loaded, torch.fx.GraphModule):
+            loaded = loaded.to(images.device).eval()
+        expected = trained.model(images)
+        difference = float((expected - loaded(images)).abs().max())
+        if not difference <= ROUNDING * max(1.0, float(expected.abs().max())):
+            raise RuntimeError(f"{path}: its outputs differ from the checkpoint's (by {difference:.2g}); do not use it")

@@ -25,6 +25,8 @@ class Trained:
     class_names: list[str]
     checkpoint: Path
     weights: str  # model or ema
+    run: Path
+    step: int  # at which the checkpoint was saved
 
 
 def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
@@ -45,4 +47,5 @@ def load_trained(folder: Path, which: str | None, weights: str | None, device: t
     untrained = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
     model = build_model(untrained, len(contents["classes"]), preprocessing.input_size[0], size, device)
     checkpoint.fill(model, contents, weights)
-    return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights)
+    step = contents["progress"]["step"]
+    return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights, folder, step)

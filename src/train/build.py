@@ -88,6 +88,7 @@ class RunParts(BuiltRun):
             None if strategy.device.type == "cpu" else torch.Event(strategy.device),
             start_measuring=self.communication.start_measuring,
             untimed=untimed,
+            energy=strategy.telemetry.energy,
         )
         if untimed is None or recorded is None:
             return StepHooks(meter, strategy.group.stop)

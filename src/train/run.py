@@ -250,8 +250,8 @@ class Trainer:
             contents = segments.checkpoint_of(parts)
             check_finite([contents["model"], contents["ema"]], self.group, self.progress.step)
             if self.group.is_first:
-                folder, keep = self.folder / "checkpoints", config.checkpoint.keep
-                checkpoint.save(folder, contents, self.progress.step, keep, is_best)
+                folder, keep, top = self.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.top
+                checkpoint.save(folder, contents, self.progress.step, keep, is_best, top)
 
     def show_images(self) -> None:
         """Show the augmented images of the first training batch in TensorBoard."""

@@ -96,6 +96,33 @@ def test_measured_time_includes_data_and_logging_but_not_evaluation(clock: Time)
     assert meter.data_wait() == pytest.approx(2.5 / 8.5)
 
 
+class Meters:
+    """A device that uses 10 W, and 1000 W from second 1000 on."""
+
+    uuid = "GPU-a"
+
+    def __init__(self, clock: Time) -> None:
+        self.clock = clock
+
+    def joules(self) -> float:
+        return 10 * self.clock.now + 990 * max(0.0, self.clock.now - 1000)
+
+
+def test_energy_of_the_window_excludes_warm_up_and_evaluation(clock: Time) -> None:
+    gpu: Any = Meters(clock)
+    energy = usage.Energy([gpu])
+    meter = Meter(1, 60, energy=energy)
+    train(meter, clock, [0.1] * 30)
+    meter.pause()
+    clock.now += 2000
+    meter.resume()
+    train(meter, clock, [0.1] * 30)
+    meter.pause()
+    window, total = energy.by_gpu()["GPU-a"]
+    assert window == pytest.approx(20 * 0.1 * 10 + 30 * 0.1 * 1000)
+    assert total == pytest.approx(10 * 2006 + 990 * (100 + 2006 - 1000))
+
+
 def test_throughput_of_both_halves_shows_drift(clock: Time) -> None:
     meter = Meter(10, 50)
     train(meter, clock, [9.0] * 10 + [0.1] * 20 + [0.2] * 20)

@@ -15,7 +15,15 @@ from src.engine.config.compose import ROOT, compose_command, load_config, run_in
 from src.engine.config.evaluation import evaluation_config
 from src.engine.config.resolve import resolve
 from src.engine.machine.files import write_json, write_text
-from src.engine.machine.secrets import HidingFormatter, hide, hide_in, is_secret_key, is_secret_variable, mask
+from src.engine.machine.secrets import (
+    HidingFormatter,
+    hide,
+    hide_in,
+    is_secret_key,
+    is_secret_variable,
+    mask,
+    mask_code,
+)
 from src.engine.search.space import freeze_search, read_space
 from src.engine.search.study import open_study
 from src.engine.sweep.blocks import freeze_jobs
@@ -216,6 +224,25 @@ def test_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "rank_0.log").write_text(HidingFormatter("%(message)s").format(record))
     assert files_with_secret(tmp_path) == []
     assert "RuntimeError: 401 for ${oc.env:HF_TOKEN}" in (tmp_path / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "masked"),
+    [
+        ('+HF_TOKEN = "two words"  # mine', "+HF_TOKEN = ***"),
+        ("+  api_key: s3cretvalue", "+  api_key: ***"),
+        ("-export DB_PASSWORD=s3cretvalue", "-export DB_PASSWORD=***"),
+        (' os.environ["HF_TOKEN"] = value("s3cretvalue")', ' os.environ["HF_TOKEN"] = ***'),
+        ("@@ -1,3 +1,4 @@ password: s3cretvalue", "@@ -1,3 +1,4 @@ password: ***"),
+        ("+url = mysql://me:s3cretvalue@host/db", "+url = mysql://me:***@host/db"),
+        (f"+print('{SECRET}')", f"+print('{REFERENCE}')"),
+        ("+  token: ${oc.env:HF_TOKEN}", "+  token: ${oc.env:HF_TOKEN}"),
+        ("+self.cls_token = nn.Parameter(torch.zeros(1))", "+self.cls_token = nn.Parameter(torch.zeros(1))"),
+        ("+num_tokens = 5", "+num_tokens = 5"),
+    ],
+)
+def test_line_of_code_is_masked_after_a_key_that_looks_like_a_secret(line: str, masked: str) -> None:
+    assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
 
 
 def test_saved_config_has_a_secret_reference_that_can_be_resolved(

@@ -18,6 +18,7 @@ from src.engine.launch.supervisor import StartRank, run_ranks, start_command
 from src.engine.machine.files import write_json
 from src.engine.machine.lock import lock_folder
 from src.engine.machine.process import SAFE_PATH, process_start_time
+from src.engine.record.code_diff import write_code_diff
 from src.engine.record.environment import environment_facts
 from src.engine.record.result import Result, read_segments, read_status, write_result
 from src.schema import ResolvedConfig
@@ -50,7 +51,9 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     save_config(config, folder)
-    write_json(folder / "environment.json", environment_facts(config))
+    environment = environment_facts(config)
+    write_json(folder / "environment.json", environment)
+    write_code_diff(folder, environment["dirty"])
 
 
 def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None) -> int:

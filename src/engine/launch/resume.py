@@ -17,6 +17,7 @@ from src.engine.config.removed import drop_removed_keys
 from src.engine.machine.lock import is_locked
 from src.engine.machine.secrets import hide, mask
 from src.engine.machine.text import yaml_text
+from src.engine.record.code_diff import CODE_DIFF
 from src.engine.record.result import Result, read_result, read_status
 from src.schema import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
 
@@ -78,14 +79,15 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
 
 def records_of(folder: Path) -> dict[Path, bytes]:
     """Read the files that a resume overwrites before its ranks can reject it, for `restore_records`."""
-    paths = [folder / name for name in ("config.yaml", "environment.json", "result.json")]
+    paths = [folder / name for name in ("config.yaml", "environment.json", "result.json", CODE_DIFF)]
     paths += folder.glob(".hydra/*.yaml")
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
     """Restore the files that `records_of` read."""
-    (folder / "result.json").unlink(missing_ok=True)
+    for name in ("result.json", CODE_DIFF):
+        (folder / name).unlink(missing_ok=True)
     for path, content in records.items():
         path.write_bytes(content)
 

@@ -8,6 +8,7 @@ It may be missing, and any query may fail, so an unknown value is None.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import uuid
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ class Gpu:
 
     def __init__(self, uuid: str | None) -> None:
         """`uuid`: CudaDevice.uuid; None for a device without a UUID."""
-        self._handle = uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
+        self.uuid = uuid
+        self._handle: Any = uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
         self._busy = self._samples = self._slowed_by = 0
         self._celsius: int | None = None
         self._mhz: int | None = None
@@ -152,6 +154,11 @@ class Gpu:
     def utilisation(self) -> float | None:
         """Return the average utilization, 0 to 1; None if it is unknown."""
         return self._busy / self._samples / 100 if self._samples else None
+
+    def joules(self) -> float:
+        """Return the energy in joules since the driver was loaded; NaN if it is unknown (before Volta, a MIG slice)."""
+        millijoules = self._handle and _ask_nvml("nvmlDeviceGetTotalEnergyConsumption", self._handle)
+        return math.nan if millijoules is None else millijoules / 1000
 
     def state(self) -> dict[str, Any] | None:
         """Return `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons); None without NVML."""

@@ -28,6 +28,12 @@ NO_REFERENCE = r"(?!\s*['\"]?\$\{)"
 IN_OVERRIDE = re.compile(rf"(\b(?:\w*_)?(?:{WORD})\s*=\s*){NO_REFERENCE}\S+", re.I)
 # {token: abc}
 IN_DICT = re.compile(rf"((?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:\s*){NO_REFERENCE}[^\s,;\]}}]+", re.I)
+# The rest of a line of code that gives a key such as token a value. A call without a literal is not a secret:
+# `self.cls_token = nn.Parameter(torch.zeros(1))`. The possessive + keeps the look-ahead at the start of the value.
+IN_CODE = re.compile(
+    rf"^(.*?\b(?:\w*_)?(?:{WORD}|pwd|pass)['\"\]]*[ \t]*[:=]=?+[ \t]*+){NO_REFERENCE}(?![\w.]+\([^'\"\n]{{0,200}}$)\S.*$",
+    re.I | re.M,
+)
 
 
 def is_secret_variable(name: str, value: str) -> bool:
@@ -74,6 +80,11 @@ def hide_in(tree: Any, key: str = "") -> Any:
 def mask(text: str) -> str:
     """Apply `hide` to a message, and mask the values after a key such as `token`, and passwords in URLs."""
     return IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
+
+
+def mask_code(text: str) -> str:
+    """Apply `hide` to lines of code, and mask the rest of a line after a key such as token, and passwords in URLs."""
+    return IN_CODE.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))
 
 
 class HidingFormatter(logging.Formatter):

@@ -1,14 +1,19 @@
-"""Processor time of this process and of the machine over parts of a run."""
+"""Processor time of this process and of the machine, and energy of GPUs, over parts of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
+
+from src.engine.machine.nvidia import Gpu
 
 
 @dataclass
@@ -31,6 +36,31 @@ class Usage:
         for entry in dataclasses.fields(self):
             passed = getattr(now, entry.name) - getattr(self._at, entry.name)
             setattr(self, entry.name, getattr(self, entry.name) + max(0.0, passed))
+
+
+class Energy:
+    """Joules that GPUs used since this object was built, and between `begin` and `end`, summed over all calls.
+
+    A device's counter includes other programs that use the device. An unknown value is NaN, which every sum keeps.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu] = ()) -> None:
+        self._gpus, self._window = gpus, np.zeros(len(gpus))
+        self._at_start = self._at = self._read()
+
+    def begin(self) -> None:
+        self._at = self._read()
+
+    def end(self) -> None:
+        self._window += self._read() - self._at
+
+    def by_gpu(self) -> dict[str, list[float]]:
+        """Map the UUID of each device to its joules [between `begin` and `end`, since the start]."""
+        values = np.stack([self._window, self._read() - self._at_start], axis=1).tolist()
+        return {str(gpu.uuid): joules for gpu, joules in zip(self._gpus, values, strict=True)}
+
+    def _read(self) -> Any:
+        return np.array([gpu.joules() for gpu in self._gpus], dtype=float)
 
 
 def _now() -> Usage:

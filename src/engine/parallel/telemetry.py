@@ -1,7 +1,8 @@
-"""Memory, utilization and temperature of the devices of a run."""
+"""Memory, utilization, temperature and energy of the devices of a run."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from src.engine.machine.hardware import cpu_model, visible_cuda_devices
 from src.engine.machine.nvidia import Gpu
 from src.engine.machine.platform import peak_memory
+from src.engine.machine.usage import Energy
 from src.engine.parallel.group import ProcessGroup
 
 
@@ -21,6 +23,7 @@ class Telemetry:
         if devices[0].type == "cuda":
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
             self._gpus = [Gpu(uuids.get(device.index)) for device in devices]
+        self.energy = Energy(self._gpus)
 
     @property
     def device_model(self) -> str:
@@ -37,6 +40,15 @@ class Telemetry:
         """Return temperature and throttling of all GPUs of the job; see Gpu. Collective."""
         states_by_rank = self._group.gather([gpu.state() for gpu in self._gpus])
         return [state for states in states_by_rank for state in states if state]
+
+    def joules(self) -> tuple[float, float]:
+        """Return the joules of all GPUs in the timed window and since the start; NaN if any is unknown. Collective."""
+        # By UUID, because ranks may share a GPU.
+        by_gpu: dict[str, list[float]] = {}
+        for of_rank in self._group.gather(self.energy.by_gpu()):
+            by_gpu |= of_rank
+        window, total = zip(*by_gpu.values(), strict=True) if by_gpu else ([math.nan], [math.nan])
+        return sum(window), sum(total)
 
     def memory(self) -> list[dict[str, Any]]:
         """Return the peak memory in bytes of every device of the job. Collective."""

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def environment_facts(config: Config) -> dict[str, Any]:
     """Return the contents of environment.json. Omits environment variables, which may be secrets."""
     git = ("git", "-C", str(ROOT))
-    devices, changes = hardware.visible_cuda_devices(), _output(*git, "status", "--porcelain")
+    devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
     return {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -33,7 +33,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "commit": _output(*git, "rev-parse", "HEAD"),
+        "commit": output_of(*git, "rev-parse", "HEAD"),
         "dirty": None if changes is None else changes != "",
         "libraries": {name: version_of(name) for name in LIBRARIES},
         "cpu": {
@@ -48,7 +48,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "backend": config.parallel.backend if config.parallel.has_ranks else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
         # The links between the devices (NVLink, PCIe).
-        "topology": _output("nvidia-smi", "topo", "-m") if devices else None,
+        "topology": output_of("nvidia-smi", "topo", "-m") if devices else None,
     }
 
 
@@ -67,7 +67,7 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -53,6 +53,7 @@ class Result:
     step: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     communication: dict[str, Any] = field(default_factory=dict)
+    energy: dict[str, float | None] = field(default_factory=dict)  # of the GPUs, by NVML
     guard: dict[str, Any] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     neighbours: int = 0  # concurrent jobs on this machine, which make its speed meaningless

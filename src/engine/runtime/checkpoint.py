@@ -1,6 +1,7 @@
 """Checkpoint files: written completely or not at all, verified when read, loaded with `weights_only=True`.
 
-`last.pt` is the newest, `best.pt` has the best evaluation, `step_N.pt` are the newest few, each with a `.json` and a checksum.
+`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few (checkpoint.top), `step_N.pt` the
+newest few, each with a `.json` and a checksum.
 The weights have the names of the bare model, so every strategy and plain timm can load them.
 """
 
@@ -34,15 +35,22 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 
 
-def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
-    """Write `step_N.pt`, link last.pt (and best.pt) to it, and delete all but the newest `keep`. Return last.pt."""
-    newest = folder / f"step_{step}.pt"
+def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1) -> Path:
+    """Write `step_N.pt`, link last.pt (and best.pt) to it, and delete all but the newest `keep`. Return last.pt.
+
+    With `top` > 1, link `best_step_N.pt` to it as well if its evaluation is one of the `top` best of this run.
+    """
+    newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
-        sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}, indent=2) + "\n"
+        summary = _summary(contents)
+        sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
-        for path in [folder / "last.pt"] + ([folder / "best.pt"] if is_best else []):
+        best = _best(folder, summary, top) if top > 1 else set()
+        # `among_best` first: after a kill, the run continues from last.pt, and only an older one leads to this step again.
+        linked = {among_best: step in best, folder / "last.pt": True, folder / "best.pt": is_best}
+        for path in [path for path, is_due in linked.items() if is_due]:
             write_whole(path, lambda temporary: _link(newest, temporary))
             write_text(path.with_suffix(".json"), sidecar)
     # torch reports a full disk as RuntimeError.
@@ -55,11 +63,28 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     steps = _steps(folder)
     # After a resume from an older checkpoint, later checkpoints may still exist. They are removed too.
     kept = [number for number in steps if number <= step][-keep:]
-    for old in [path for number, path in steps.items() if number not in kept]:
+    unneeded = [path for number, path in steps.items() if number not in kept]
+    if top > 1:
+        unneeded += [path for number, path in _steps(folder, "best_step_").items() if number not in best]
+    for old in unneeded:
         # The sidecar first: after a kill in between, the next save finds the checkpoint and removes it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
     return folder / "last.pt"
+
+
+def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
+    """Return the steps of the `top` best evaluations by checkpoint.metric: of `newest` and the `best_step_N.pt` files.
+
+    Leaves out later steps, which will be trained again, other metrics and damaged files. Of equal ones the first is best.
+    """
+    scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
+    for step, path in _steps(folder, "best_step_").items():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            summary = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            if step < newest["step"] and summary["metric"] == newest["metric"]:
+                scores[step] = float(summary["score"])
+    return set(sorted(scores, key=lambda step: (-scores[step], step))[:top])
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -193,6 +218,8 @@ def _summary(contents: dict[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "epoch": progress["epoch"],
         "best": progress["best_values"],
+        # By checkpoint.metric, higher is better; null if this state was not evaluated.
+        "score": progress.get("score") if progress.get("evaluated_at") == progress["step"] else None,
         "classes": len(contents["classes"]),
         "parameters": sum(tensor.numel() for tensor in contents["model"].values()),
         **contents["made_by"],
@@ -215,7 +242,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _steps(folder: Path) -> dict[int, Path]:
-    """Map each step N to its file `step_N.pt`, in ascending order. Ignores other names, such as a user's copies."""
-    numbered = ((path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.pt"))
+def _steps(folder: Path, prefix: str = "step_") -> dict[int, Path]:
+    """Map each step N to its file `<prefix>N.pt`, in ascending order. Ignores other names, such as a user's copies."""
+    numbered = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.pt"))
     return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))

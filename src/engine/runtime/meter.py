@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.engine.machine.usage import Usage
+from src.engine.machine.usage import Energy, Usage
 
 WARM_UP_STEPS = 10
 
@@ -29,10 +29,11 @@ class Meter:
         clock: torch.Event | None = None,
         start_measuring: Callable[[], object] = lambda: None,
         untimed: int | None = None,
+        energy: Energy | None = None,
     ) -> None:
         """`images_per_step`: over devices and accumulated batches. `untimed`: None: warm-up.
 
-        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU.
+        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU. `energy`: of the devices.
         """
         self.images_per_step, self._untimed = images_per_step, untimed
         self.expect(steps)
@@ -49,7 +50,8 @@ class Meter:
         self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = 0, 0.0, 0.0, 0.0
         # (steps, seconds) timed up to the last two sync steps.
         self._sync_points = ((0, 0.0), (0, 0.0))
-        self.usage = Usage()  # over the window
+        # Both over the window.
+        self.usage, self._energy = Usage(), energy or Energy()
         self.first_step_at: float | None = None  # time.time()
 
     def expect(self, steps: int) -> None:
@@ -61,11 +63,16 @@ class Meter:
         self._paused_at = time.perf_counter()
         if self._steps_seen >= self._warm_up:
             self.usage.end()
+            self._energy.end()
 
     def resume(self) -> None:
         if self._steps_seen >= self._warm_up:
-            self.usage.begin()
+            self._begin_usage()
         self._mark += time.perf_counter() - self._paused_at
+
+    def _begin_usage(self) -> None:
+        self.usage.begin()
+        self._energy.begin()
 
     def start_fetch(self) -> None:
         self._fetch_from = time.perf_counter()
@@ -112,7 +119,7 @@ class Meter:
             self.other_seconds += self._between
         elif self._steps_seen == self._warm_up:
             self._start_measuring()
-            self.usage.begin()
+            self._begin_usage()
             now = time.perf_counter()
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 

@@ -26,6 +26,8 @@ class Progress:
     best_metric: str | None = None  # of `best`, e.g. acc_ema; None: not evaluated, or an older checkpoint
     best_values: dict[str, float] = field(default_factory=dict)  # by metric
     evaluations_since_best: int = 0
+    score: float | None = None  # of checkpoint.metric in the newest evaluation, as `best`; None: NaN
+    evaluated_at: int | None = None  # step of the newest evaluation
 
     @classmethod
     def from_saved(cls, values: dict[str, Any]) -> Progress:
@@ -85,6 +87,7 @@ class Progress:
                 better_of = min if lower_is_better else max
                 self.best_values[name] = better_of(self.best_values.get(name, value), value)
         value = -numbers[metric] if directions[metric.removesuffix("_ema")] else numbers[metric]
+        self.score, self.evaluated_at = None if math.isnan(value) else value, self.step
         is_best = not math.isnan(value) and (self.best is None or value > self.best)
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1

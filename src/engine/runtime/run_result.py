@@ -115,6 +115,7 @@ def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
         "cpu": {"seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None},
         "data_wait": meter.data_wait(),
         "communication": _communication(run, [pair for pair in communicated if pair]),
+        "energy": _energy(run),
         "guard": disturbance,
         "flags": flags(disturbance, meter.steps_timed) + drift_flags,
     }
@@ -129,6 +130,14 @@ def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
     busy = 1000 * meter.seconds_timed / steps - data - other
     exposed = min(1000 * exposed_seconds, busy)
     return {"data_ms": data, "compute_ms": busy - exposed, "communication_ms": exposed, "other_ms": other}
+
+
+def _energy(run: BuiltRun) -> dict[str, float | None]:
+    """Return joules per image over the timed window, and kWh since the start of this attempt; NaN if unknown. Collective."""
+    meter = run.hooks.meter
+    images = meter.steps_timed * meter.images_per_step
+    window, total = run.strategy.telemetry.joules()
+    return {"joules_per_image": window / images if images else None, "kwh": total / 3.6e6}
 
 
 def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""Export a run as a folder for the Hugging Face hub, which timm and transformers load, with a model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import timm
+
+from src.commands.export import check_same, export_safetensors
+from src.commands.load import Trained
+from src.engine.machine.files import write_json, write_text
+from src.engine.record.environment import read_environment
+from src.engine.record.result import Result, read_metrics, read_result
+from src.schema import metric_directions
+
+TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+
+
+def export_hub(trained: Trained, folder: Path) -> list[str]:
+    """Write weights, `config.json` and the model card `README.md`. Return Python expressions that load the folder.
+
+    Raises ValueError for a model that is not timm's and for an unfinished run, RuntimeError if outputs differ.
+    """
+    name, result = trained.config.model.name, read_result(trained.run)
+    if name.startswith("src."):
+        raise ValueError(f"format=hub: model.name={name}: expected a model of timm; use another format")
+    if result.status != "done":
+        raise ValueError(f"format=hub: run={trained.run}: {result.status}, expected done; continue it with resume")
+    export_safetensors(trained, folder)
+    _complete_config(trained, folder / "config.json")
+    by_folder = f"local-dir:{folder.resolve()}"
+    check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
+    write_text(folder / "README.md", _model_card(trained, result))
+    return [
+        f"timm.create_model({by_folder!r}, pretrained=True)",
+        f"transformers.AutoModelForImageClassification.from_pretrained({str(folder)!r})",
+    ]
+
+
+def _complete_config(trained: Trained, path: Path) -> None:
+    """Change config.json so that transformers loads it too, and so that it states no license of other weights."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # transformers passes num_classes as well, and two values are an error.
+    config["model_args"].pop("num_classes", None)
+    # With fewer names than outputs, transformers ignores all names.
+    unnamed = range(len(trained.class_names), config["num_classes"])
+    config["label_names"] = [*trained.class_names, *(f"unused_{number}" for number in unnamed)]
+    if trained.config.train.task == "multilabel":
+        config["problem_type"] = "multi_label_classification"
+    for key in ("license", "origin_url", "paper_ids", "paper_name", "tag"):
+        config["pretrained_cfg"].pop(key, None)
+    write_json(path, config)
+
+
+def _model_card(trained: Trained, result: Result) -> str:
+    """Return the text of the model card, from the records of the run."""
+    data, template = trained.config.data, TEMPLATE.read_text(encoding="utf-8")
+    return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
+        trained=trained,
+        config=trained.config,
+        # Images of one's own have the name of their folder.
+        data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
+        result=result,
+        environment=read_environment(trained.run),
+        metrics=_metrics(trained, result),
+    )
+
+
+def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, int]]:
+    """Return (split, metric, value, images) of the exported weights: val at their step, test if the run tested them."""
+    numbers: dict[str, Any] = {}
+    for line in read_metrics(trained.run / "metrics.jsonl"):
+        if line["step"] == trained.step:
+            numbers |= {key: value for key, value in line.items() if key.startswith("val/")}
+    if result.checkpoint and trained.checkpoint.resolve() == (trained.run / result.checkpoint).resolve():
+        numbers |= {f"test/{name}": value for name, value in result.test.items()}
+    suffix, rows = "_ema" if trained.weights == "ema" else "", []
+    for split, evaluated in (("val", result.val), ("test", result.test)):
+        for name in metric_directions(trained.config.train.task):
+            if (value := numbers.get(f"{split}/{name}{suffix}")) is not None:
+                rows.append((split, name, value, evaluated["samples"]))
+    return rows
