@@ -248,6 +248,26 @@ def test_resume_refuses_settings_that_need_missing_optimizer_state(stopped: Fold
         attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
 
 
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        ("train.epochs=1", True),  # the checkpoint is in the second epoch of 4 steps
+        ("train.epochs=2", False),
+        ("train.max_steps=4", True),
+        ("train.max_steps=5", False),
+    ],
+)
+def test_resume_refuses_a_limit_that_the_checkpoint_has_passed(
+    stopped: Folders, data: Path, change: str, is_refused: bool
+) -> None:
+    config = config_of(data, change)
+    if is_refused:
+        with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
+            attempt(config, stopped(5))
+    else:
+        assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
+
+
 # Checkpoints of format 1 ---------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,12 @@ def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None
     # Counted from here, because earlier epochs may have had a different number of steps.
     left = (train.epochs - progress.epoch) * run.steps_per_epoch - progress.step_in_epoch
     run.total_steps = min(progress.step + left, train.max_steps or sys.maxsize)
+    if run.total_steps < progress.step:
+        limit = f"train.epochs={train.epochs}" if left < 0 else f"train.max_steps={train.max_steps}"
+        raise ValueError(
+            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, {progress.step_in_epoch} steps into "
+            f"epoch {progress.epoch + 1}; give a larger value to continue"
+        )
     if run.mixing is not None:
         run.mixing.batch = progress.step * train.accumulate
     run.hooks.meter.expect(run.total_steps - progress.step)
