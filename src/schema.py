@@ -31,6 +31,8 @@ DATASETS = {
     "csv": "src.data.datasets.Csv",
     "timm": "src.data.timm_datasets.TimmImages",
 }
+# Built-in trackers: name of the package, and of the file in src/engine/trackers/ -> class.
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
@@ -545,6 +547,29 @@ class SearchConfig:
 
 
 @dataclass
+class TrackerConfig:
+    """Trackers, which show numbers and images of runs: tracker=<name>, or several with tracker=[<name>,<name>]."""
+
+    use: dict[str, Any] | None = key(None, help="Name: true, or `src.<module>.<Class>`; null: tensorboard alone.")
+    project: str | None = key(None, help="Project of wandb, experiment of mlflow; null: task_name.")
+    entity: str | None = key(None, only="wandb", help="User or team; null: your default one.")
+    mode: str | None = choice(None, "online", "offline", only="wandb", help="null: the variable WANDB_MODE, or online.")
+    uri: str | None = key(None, only="mlflow", help="Server; null: MLFLOW_TRACKING_URI, or <output_dir>/mlflow.db.")
+
+    def classes(self) -> dict[str, str]:
+        """Map the name of each tracker of the run to its class."""
+        use = {"tensorboard": True} if self.use is None else self.use
+        built_in = {name: f"src.engine.trackers.{name}.{TRACKERS.get(name)}" for name in use}
+        return {name: built_in[name] if value is True else str(value) for name, value in use.items()}
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        for key, value, entry in leaves(self, "tracker."):
+            tracker = entry.metadata.get("only")
+            if value is not None and tracker and tracker not in self.classes():
+                yield f"{key}={value}: has no effect without tracker={tracker}"
+
+
+@dataclass
 class PathsConfig:
     """Folders."""
 
@@ -571,6 +596,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 

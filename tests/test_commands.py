@@ -56,6 +56,8 @@ ELSEWHERE = {
     r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
     r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
     r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
+    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tool_holds_the_whole_run_after_a_resume",
+    r"(wandb sync|mlflow ui)": "test_tool_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -m src\.train ": "test_command_runs",
     r"python -c ": "test_python_one_liners_run",
@@ -84,6 +86,7 @@ ELSEWHERE = {
 NOT_RUN = {
     r"make (check|test|test-fast|test-all)$": "runs the test suite itself",
     r"(make (lock|gpu-wheels)|pip install|source)": "downloads gigabytes of packages, for minutes",
+    r"wandb login": "needs an account",
     r"git clone": "the URL of the repository is a placeholder",
     r"make docs-outputs$": "runs the commands of the pages for minutes; tests/test_readme.py checks the written output",
     r"python src/eval\.py": "a command of lightning-hydra-template",

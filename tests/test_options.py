@@ -31,6 +31,7 @@ OPTIONS = sorted(
     if path.parent.name not in ("local", "hydra")
     and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
     and path.stem != "profile"  # which needs more than a step: test_profile.py
+    and path.stem not in ("wandb", "mlflow")  # whose packages are optional: test_trackers.py
 )
 # An option of several groups; `make test-all` tests all.
 QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"))

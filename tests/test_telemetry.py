@@ -103,13 +103,8 @@ def test_strategy_refuses_a_driver_that_is_too_old_for_torch(monkeypatch: pytest
     assert "NVIDIA driver" in str(refusal.value)
 
 
-@pytest.mark.processes
-def test_tensorboard_command_quotes_a_folder_name_with_a_space(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from src.engine.record.result import Result
-    from src.engine.runtime.banner import show_end
+def test_tensorboard_command_quotes_a_folder_name_with_a_space(tmp_path: Path) -> None:
+    from src.engine.trackers.tensorboard import TensorBoard
 
-    with caplog.at_level("INFO"):
-        show_end(ResolvedConfig(), Path("/tmp/my runs/1"), Result(status="done", val={"acc": 0.5, "acc_best": 0.5}), [])
-    assert "--logdir '/tmp/my runs/1'" in caplog.text
+    folder = tmp_path / "my runs"
+    assert TensorBoard(ResolvedConfig(), folder, 0).view == f"tensorboard --logdir '{folder}'"

@@ -5,7 +5,6 @@ Every rank runs it; only rank 0 writes. Collective calls (sum, gather, evaluate 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from contextlib import ExitStack
@@ -89,8 +88,8 @@ class Trainer:
         at_start = check_replicas_at_start(self.state.model, strategy)
         show_banner(parts, self.folder)
         with Console(strategy.is_first, parts.total_steps, self.progress.step) as self.console:
-            headline = self.config.headline_metric
-            self.recorder = Recorder(self.folder, strategy.is_first, self.console, headline, self.progress.step)
+            step = self.progress.step
+            self.recorder = Recorder(self.config, self.folder, strategy.is_first, self.console, step)
             self.on_close.callback(self.recorder.close)
             stop_handler.request = self.group.stop.request
             try:
@@ -104,11 +103,11 @@ class Trainer:
             at_end = check_replicas_at_end(self.state.model, strategy)
             self.evaluate_best()
         result = make_result(parts, self.folder, at_start, at_end)
-        config = dataclasses.asdict(self.config)
-        self.recorder.end(result.steps, config, parts.confusions, parts.dataset.class_names)
+        views = self.recorder.end(result, parts.confusions, parts.dataset.class_names)
         if strategy.is_first:
             write_result(self.folder, result)
-            show_end(self.config, self.folder, result, segments.describe_segments(parts))
+            show_end(self.config, self.folder, result, segments.describe_segments(parts), views)
+        self.recorder.close()
         self.group.barrier()
         strategy.close()
 
@@ -254,7 +253,7 @@ class Trainer:
                 checkpoint.save(folder, contents, self.progress.step, keep, is_best, top)
 
     def show_images(self) -> None:
-        """Show the augmented images of the first training batch in TensorBoard."""
+        """Show the augmented images of the first training batch in the trackers."""
         if self.recorder.enabled:
             prefetcher = self.parts.train.prefetcher
             self.recorder.images(self.parts.train.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)

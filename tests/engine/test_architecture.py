@@ -82,6 +82,7 @@ NO_TORCH_AT_THE_TOP = (
     "src/engine/report/",
     "src/engine/search/",
     "src/engine/sweep/",
+    "src/engine/trackers/",
 )
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE = 260

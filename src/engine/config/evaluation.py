@@ -13,7 +13,7 @@ from src.engine.config.resolve import resolve
 from src.engine.config.suggest import explain, is_known, key_hint
 from src.engine.config.validate import check_combination
 from src.engine.machine.ranks import Ranks
-from src.schema import ClusterConfig, Config, ParallelConfig, ResolvedConfig
+from src.schema import ClusterConfig, Config, ParallelConfig, ResolvedConfig, TrackerConfig
 
 # Keys that may be given with run=<folder>, and keys that may be given without it.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
@@ -37,8 +37,9 @@ def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | Non
             raise ValueError(
                 "nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>"
             )
-    # These two concern training only.
+    # These concern training only.
     config.model.sync_bn, config.model.compile = False, False
+    config.tracker = TrackerConfig()
     check_combination(config)
     return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
 

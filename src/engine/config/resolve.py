@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 
 from src.engine.config.cluster import fill_in
@@ -11,7 +12,7 @@ from src.engine.config.validate import refuse
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.ranks import starter
-from src.schema import Config, DataConfig, ResolvedConfig, as_resolved
+from src.schema import TRACKERS, Config, DataConfig, ResolvedConfig, as_resolved
 
 
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
@@ -33,7 +34,7 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
         # srun may show each task a single, different device; launch/nodes.py counts them.
         local = 1 if cuda == 1 else local_world_size or local
     if not elsewhere:
-        refuse(_missing_devices(config, cuda, local))
+        refuse(_missing_here(config, cuda, local))
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(1, hardware.cores() // local)
     if parallel.backend == "auto":
@@ -104,8 +105,12 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
         parallel.devices = 1 if parallel.has_one_device else _auto_devices(config, usable)
 
 
-def _missing_devices(config: Config, cuda: int, local: int) -> Iterator[str]:
+def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     parallel = config.parallel
+    for name in TRACKERS.keys() & config.tracker.classes():
+        # A folder of this name is not the package.
+        if getattr(importlib.util.find_spec(name), "origin", None) is None:
+            yield f"tracker={name}: the package {name} is not installed; pip install -r requirements-trackers.txt"
     if parallel.backend == "mpi" and not hardware.has_mpi():
         yield "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo"
     if parallel.accelerator == "cuda":

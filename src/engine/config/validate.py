@@ -17,6 +17,7 @@ from src.engine.config.suggest import hint
 from src.schema import (
     DATASETS,
     STRATEGIES,
+    TRACKERS,
     Config,
     is_own_class,
     is_timm_dataset,
@@ -137,6 +138,8 @@ def _training(config: Config) -> Iterator[str]:
             yield from _own_class(key, name)
         elif name not in known:
             yield f"{key}={name}: unknown{hint(name, known)}"
+    for name, path in config.tracker.classes().items():
+        yield from () if name in TRACKERS else _own_class(f"tracker.use.{name}", path)
     if opt == "adahessian":
         yield "optim.opt=adahessian: requires second derivatives of the loss, which this trainer does not compute"
     if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):

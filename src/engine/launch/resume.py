@@ -26,7 +26,7 @@ MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
 AUTO = ("auto", "auto_or_new")
 # Keys that do not affect the training; `resume` stands for resume_strict too.
-NOT_TRAINING = ("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "hydra")
+NOT_TRAINING = ("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "tracker", "hydra")
 PER_DEVICE = ("device_ids", "output_device")
 
 
@@ -164,6 +164,8 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         if has_one_device or chosen[-1] == "auto":
             dropped += PER_DEVICE
         saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in dropped}
+    if any(key == "tracker" for key, _, _ in pairs):
+        saved.get("tracker", {}).pop("use", None)
     return saved
 
 

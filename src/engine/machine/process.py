@@ -19,6 +19,8 @@ import psutil
 
 # Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
+# Set when a tracker has failed: the exit handler of its tool may wait for a server that does not answer.
+exit_handlers_may_block = False
 LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
 
 
@@ -105,8 +107,10 @@ def exit_process(code: int) -> NoReturn:
     It also skips the shutdown of the interpreter, which aborts if a thread is inside torch's store.
     """
     dist = sys.modules.get("torch.distributed")
-    if code and dist is not None and dist.is_available() and dist.is_initialized():
-        atexit._run_exitfuncs()
+    has_group = dist is not None and dist.is_available() and dist.is_initialized()
+    if exit_handlers_may_block or (code and has_group):
+        if not exit_handlers_may_block:
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

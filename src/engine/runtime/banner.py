@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +63,8 @@ def _batch(run: BuiltRun) -> str:
     return f"{batch} global, {per_device} per device{accumulated}"
 
 
-def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str]) -> None:
-    """Log the run folder, its results and the TensorBoard command. `segments`: a line each, if settings changed."""
+def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]) -> None:
+    """Log the run folder, its results and `views` of trackers. `segments`: a line each, if settings changed."""
     log.info("run folder   %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
     target, loss = config.train.target_loss, result.train.get("loss")
@@ -79,7 +78,8 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
         log.info("%s", line)
     for number, segment in enumerate(segments):
         log.info("%-12s %s", "" if number else "runs again", segment)
-    log.info("curves       tensorboard --logdir %s", shlex.quote(str(folder)))
+    for view in views:
+        log.info("curves       %s", view)
 
 
 def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
