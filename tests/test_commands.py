@@ -423,7 +423,7 @@ def test_dry_run_lists_the_jobs(
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
     assert entry.main() == 0
-    assert "can run here" in capsys.readouterr().out
+    assert "optim.lr=0.0001,seed=1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("python -c")])

@@ -26,9 +26,10 @@ from src.engine.record.console import Console, print_config
 from src.engine.record.jobs import Jobs
 from src.engine.record.result import Result
 from src.engine.runtime.banner import show_end
-from src.engine.sweep.board import Board, show_points
+from src.engine.sweep.board import Board
+from src.engine.sweep.dry_run import show_points
 from src.engine.sweep.points import Point
-from src.schema import AugmentConfig, Config
+from src.schema import AugmentConfig, Config, SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,7 +99,11 @@ def test_console_prints_markup_literally(capsys: pytest.CaptureFixture[str]) -> 
     print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
     assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
     Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
-    show_points([Point(["x=a:b:c"], "0", OmegaConf.create(), Config(), "[/x]")], lambda data: None)
+    shown = [
+        Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)
+        for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
+    ]
+    show_points(shown, SweepConfig(), lambda data: None)
     refused = SimpleNamespace(bytes=None, parameters=0, devices=2, reason="a:b:c [/x]", warnings=[])
     show([refused])  # type: ignore[list-item]
     output = capsys.readouterr().out

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import train_warm
 from hydra._internal.utils import get_args_parser
+from rich.console import Console
 
 from commands import processes_of
 from src.engine.config.compose import load_config
@@ -20,8 +22,10 @@ from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.blocks import freeze_jobs
+from src.engine.sweep.board import counted
+from src.engine.sweep.dry_run import count_runs, show_points
 from src.engine.sweep.points import expand
-from src.schema import SweepConfig
+from src.schema import DataConfig, SweepConfig
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epochs=0", "data.limit_train=128")
@@ -52,18 +56,68 @@ def test_impossible_configuration_is_skipped_with_a_reason() -> None:
     assert "nearest: 63, 66" in expanded[3].reason
 
 
-def test_sweep_announces_the_number_of_points_when_they_are_many(
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
+def test_composing_prints_its_progress_when_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
+) -> None:
+    """Not in a terminal: a line after 2 s, then every 10 s. `seconds`: that each of four configurations takes."""
+    clock = iter(seconds * number for number in range(100))
+    monkeypatch.setattr("src.engine.sweep.board.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert len(points("seed=1,2,3,4")) == 4
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == lines
+    assert output.err.count(" of 4") == lines
+
+
+def test_composing_shows_a_bar_that_vanishes_when_interrupted_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(*given: object) -> None:
-        raise ValueError("composing starts")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr("src.engine.sweep.board.SILENT_SECONDS", 0.0)
 
-    monkeypatch.setattr("src.engine.sweep.points.make_point", stop)
-    for count, announced in ((50, ""), (51, "51 points")):
-        with pytest.raises(ValueError, match="composing starts"):
-            points(f"seed=range({count})")
-        err = capsys.readouterr().err
-        assert bool(err) == bool(announced) and announced in err
+    def compose() -> None:
+        with counted("composing", 7) as count:
+            count()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compose()
+    err = capsys.readouterr().err
+    assert "1/7" in err
+    # The bar's line is erased, and the cursor is visible again.
+    assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
+
+
+def test_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
+    expanded = points("parallel=single,ddp", "parallel.devices=1,2", "data.batch_size=64")
+    for repeats in (1, 4):
+        settings = SweepConfig(repeats=repeats)
+        folder = tmp_path / str(repeats)
+        folder.mkdir()
+        jobs = freeze_jobs(folder, expanded, settings).jobs
+        runs = sum(job.status != "skipped" for job in jobs)
+        assert count_runs(expanded, settings).startswith(f"{runs} runs")
+    assert count_runs(expanded, SweepConfig(repeats="auto", max_repeats=5)).startswith("11 to 17 runs")
+
+
+def test_dry_run_shows_only_values_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: list[object] = []
+
+    def training_size(data: DataConfig) -> int:
+        sizes.append(data)
+        return 1280
+
+    show_points(points("optim.lr=0.1,0.2", "data.batch_size=64"), SweepConfig(), training_size)
+    table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert len(sizes) == 1
+    assert "optim.lr=0.2" in table
+    assert not [text for text in ("model=tiny", "print_config", "per device", "steps", "can run here") if text in table]
+    assert last == "2 runs, global batch 64, per device 64, steps 20"
+    show_points(points("parallel=single", "parallel.devices=2,3"), SweepConfig(), training_size)
+    assert "can run here" in capsys.readouterr().out
 
 
 def test_cpu_configurations_get_equal_thread_counts() -> None:

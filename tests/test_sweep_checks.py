@@ -18,8 +18,9 @@ from PIL import Image
 import train as entry
 from src.data.check import check_data
 from src.engine.multirun import run_multirun
-from src.engine.record.jobs import Jobs, read_jobs
+from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, write_result
+from src.engine.sweep.points import Point
 from src.engine.sweep.sweep import Sweep
 from src.schema import DataConfig
 
@@ -101,6 +102,8 @@ def test_sweep_does_not_leave_a_folder_when_interrupted_during_composition(
         freeze(folder, job, point)  # type: ignore[arg-type]
 
     monkeypatch.setattr(blocks, "freeze_job", interrupted)
+    # A busy machine would print progress.
+    monkeypatch.setattr("src.engine.sweep.board.SILENT_SECONDS", 1000.0)
     folder = tmp_path / "sweep"
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"])
     before = signal.getsignal(number)
@@ -202,6 +205,51 @@ def test_sweep_resume_recreates_deleted_job_folders(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert any(str(folder / "0_block_1") in line and "done" in line for line in lines)
+
+
+def killed_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a sweep whose process ends, as by SIGKILL, when it has written one of four folders."""
+    from src.engine.sweep import blocks
+
+    freeze = blocks.freeze_job
+
+    def freeze_one(folder: Path, job: Job, point: Point) -> None:
+        if (folder / "0_block_0").exists():
+            raise SystemExit("killed")
+        freeze(folder, job, point)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "freeze_job", freeze_one)
+        patch.setattr("src.engine.sweep.sweep.shutil.rmtree", lambda folder: None)
+        with pytest.raises(SystemExit):
+            start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2", "sweep.shuffle=false")
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["0_block_0"]
+
+
+def test_sweep_resume_writes_all_folders_when_killed_while_writing_them(
+    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed_while_writing(killed, monkeypatch)
+    assert resume(killed) == 0
+    jobs = start(whole, "optim.lr=1e-3,1e-4", "sweep.repeats=2", "sweep.shuffle=false")
+    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in whole.iterdir())
+    fields = [(job.folder, job.seed, job.config_hash, job.status) for job in jobs.jobs]
+    assert [(job.folder, job.seed, job.config_hash, job.status) for job in read_jobs(killed).jobs] == fields
+    assert len(no_jobs) == len(fields) == 6
+
+
+def test_sweep_resume_refuses_a_sweep_killed_while_writing_when_its_command_composes_other_jobs(
+    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    killed_while_writing(folder, monkeypatch)
+    jobs = read_jobs(folder)
+    jobs.command = jobs.command.replace("1e-4", "1e-5")
+    jobs.write()
+    with pytest.raises(ValueError, match=f"^{folder}: .*conf/"):
+        resume(folder)
+    assert (folder / "0_block_0").exists()
 
 
 def test_sweep_resume_refuses_a_deleted_job_whose_config_would_change(tmp_path: Path, no_jobs: list[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.search.space import FROZEN
-from src.engine.sweep.board import show_points
+from src.engine.sweep.dry_run import show_points
 from src.engine.sweep.points import check_jobs_data, expand
 from src.engine.sweep.sweep import resume_sweep, start_sweep
 from src.schema import DataConfig
@@ -37,6 +37,6 @@ def run_multirun(
         return resume_sweep(earlier, command, check_data)
     check_jobs_data([point.config for point in points if not point.reason], check_data)
     if settings.dry_run:
-        show_points(points, training_size)
+        show_points(points, settings, training_size)
         return 0
     return start_sweep(command, points)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.engine.config.hydra_allowlist import check_hydra_block, check_hydra_key, check_search_path
+from src.engine.config.hydra_allowlist import check_hydra_block, check_hydra_key, check_hydra_types, check_search_path
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
 from src.engine.config.suggest import ROOT, explain, is_known, key_hint, option_hint, plain_values
@@ -29,6 +29,7 @@ from src.schema import Config, ResolvedConfig, as_resolved, leaves
 
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
+ONLY_HYDRA = ("hydra", "defaults")  # parts of a composed tree that no run reads
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
 
 
@@ -117,32 +118,28 @@ def store_schema() -> None:
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
-def to_config(tree: DictConfig) -> Config:
-    """Convert a composed tree, whose `${…}` are not resolved yet, to a typed and checked Config."""
-    task = _task_of(tree)
-    for key, value in plain_values(OmegaConf.to_container(task)):
+def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+    """Convert a composed tree, whose `${…}` are not resolved yet, to a typed and checked Config.
+
+    `merged`: `merge_into_schema(tree)`, from a caller that has also checked the types of the `hydra` block.
+    """
+    plain: Any = OmegaConf.to_container(tree)
+    for key, value in plain_values({key: plain[key] for key in plain if key not in ONLY_HYDRA}):
         # Ranks read the config from a file of the run. A secret in it would be visible there, or masked for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
             raise ValueError(f"{key}: holds a secret; give it as '${{oc.env:NAME}}', so that no file holds it")
-    config = typed_and_checked(task)
+    config = typed_and_checked(tree, merged)
     if "hydra" in tree:
-        from hydra.conf import HydraConf
-
-        # OmegaConf checks plain values, not typed ones. Hydra's schema lacks its own group `env`.
-        block: Any = OmegaConf.to_container(tree.hydra)
-        block.pop("env", None)
-        try:
-            OmegaConf.merge({"hydra": _typed(HydraConf)}, {"hydra": block})
-            check_hydra_block(tree)
-        except OmegaConfBaseException as error:
-            raise ValueError(explain(error)) from error
+        if merged is None:
+            check_hydra_types(plain["hydra"])
+        check_hydra_block(tree)
     return config
 
 
-def typed_and_checked(task: DictConfig) -> Config:
-    """Merge a composed tree, without its `hydra` block, into the schema and check the values."""
+def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+    """Merge a composed tree into the schema, unless that is done, and check the values."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_typed(Config), task))
+        config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
     assert isinstance(config, Config)
@@ -150,10 +147,17 @@ def typed_and_checked(task: DictConfig) -> Config:
     return config
 
 
+def merge_into_schema(tree: DictConfig) -> DictConfig:
+    """Return the composed tree, without its `hydra` block, with the types and defaults of the schema."""
+    merged = OmegaConf.merge(_schema(), _task_of(tree))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 @cache
-def _typed(schema: type) -> DictConfig:
+def _schema() -> DictConfig:
     """Return the schema as a tree. Cached, because building it takes a quarter of the time of composing."""
-    return OmegaConf.structured(schema)
+    return OmegaConf.structured(Config)
 
 
 def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:
@@ -193,7 +197,7 @@ def load_config(folder: Path) -> ResolvedConfig:
 
 def _task_of(tree: Any) -> DictConfig:
     """Return the composed tree without the parts that only Hydra uses."""
-    return OmegaConf.masked_copy(tree, [key for key in tree if key not in ("hydra", "defaults")])
+    return OmegaConf.masked_copy(tree, [key for key in tree if key not in ONLY_HYDRA])
 
 
 def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:

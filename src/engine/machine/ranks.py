@@ -114,8 +114,8 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
         size = environment.get(name, "1")
         if size != "1":
             raise ValueError(
-                f"{name}={size}: mpirun sets no RANK; start python train.py parallel=ddp parallel.devices=N without mpirun, "
-                "or on several nodes torchrun or srun"
+                f"{name}={size}: mpirun sets no RANK; run train.py without mpirun, because it starts its own ranks, or on "
+                "several nodes with torchrun or srun"
             )
 
 

@@ -11,6 +11,7 @@ import math
 import random
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from omegaconf import ListConfig, OmegaConf
 from src.engine.config.compose import load_config, save_config
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
-from src.engine.sweep.points import Point, freeze_job
+from src.engine.sweep.board import counted
+from src.engine.sweep.points import Point, freeze_job, names_of
 from src.schema import SweepConfig
 
 if TYPE_CHECKING:
@@ -34,29 +36,49 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
         raise ValueError(f"sweep.repeats={settings.repeats}: block b has seed + b, but seed is swept; drop one of them")
 
 
+def count_blocks(settings: SweepConfig) -> int:
+    """Return the number of blocks that a sweep starts with; with sweep.repeats=auto, it may append more."""
+    return min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
+
+
 def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
     """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`."""
     repeated = settings.repeats != 1
-    blocks = min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
     jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
-    common = set.intersection(*(set(point.overrides) for point in points))
     first = []
-    for point in points:
-        name = ",".join(override for override in point.overrides if override not in common) or "the only point"
+    for name, point in zip(names_of(points), points, strict=True):
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
-        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed))
-        freeze_job(folder, first[-1], point)
+        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed, reason=point.reason))
+        first[-1].status = "skipped" if point.reason else "waiting"
     if repeated:
-        _append(jobs, [_copy(jobs, _baseline(first, points), None, "baseline_first")])
+        _append(jobs, [_repeat(_baseline(first, points), None, "baseline_first")])
     _append(jobs, first, block=0)
-    for _ in range(1, blocks):
-        append_block(jobs)
+    for _ in range(1, count_blocks(settings)):
+        _append_block(jobs)
     if settings.repeats != "auto":
-        append_baseline(jobs)
+        _append_baseline(jobs)
+    # First, so that a sweep that is killed while it writes the folders can be resumed.
+    jobs.write()
+    write_folders(jobs, points)
     jobs.write()
     return jobs
+
+
+def write_folders(jobs: Jobs, points: Sequence[Point] = ()) -> None:
+    """Write the folders of all jobs without one: the first block's from `points`, which the other blocks copy."""
+    first = {tuple(job.overrides): job for job in jobs.jobs if job.block == 0}
+    todo = [job for job in [*first.values(), *jobs.jobs] if job.status == "waiting"]
+    by_overrides = {tuple(point.overrides): point for point in points}
+    with counted("writing configs", len(todo)) as count:
+        for job in todo:
+            source = first[tuple(job.overrides)]
+            if not job.config_hash and job is source:
+                freeze_job(jobs.folder, job, by_overrides[tuple(job.overrides)])
+            elif not job.config_hash:
+                _copy(jobs, source, job)
+            count()
 
 
 def _baseline(jobs: list[Job], points: list[Point]) -> Job:
@@ -66,19 +88,29 @@ def _baseline(jobs: list[Job], points: list[Point]) -> Job:
 
 
 def append_block(jobs: Jobs) -> None:
-    """Append a block that repeats all jobs that could run in the first one; with sweep.repeats=auto, all done jobs."""
-    first = [job for job in jobs.jobs if job.block == 0]
-    block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
-    again = [job for job in first if job.status in ("waiting", "done")]
-    copies = [_copy(jobs, job, block, job.folder.replace("_block_0", f"_block_{block}", 1)) for job in again]
-    _append(jobs, copies, block)
+    """Append a block, with folders, that repeats all jobs of the first one that are done."""
+    _append_block(jobs)
+    write_folders(jobs)
 
 
 def append_baseline(jobs: Jobs) -> None:
-    """Append the baseline again as the last job, if the sweep began with it."""
+    """Append the baseline again as the last job, with its folder, if the sweep began with it."""
+    _append_baseline(jobs)
+    write_folders(jobs)
+
+
+def _append_block(jobs: Jobs) -> None:
+    first = [job for job in jobs.jobs if job.block == 0]
+    block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
+    again = [job for job in first if job.status in ("waiting", "done")]
+    copies = [_repeat(job, block, job.folder.replace("_block_0", f"_block_{block}", 1)) for job in again]
+    _append(jobs, copies, block)
+
+
+def _append_baseline(jobs: Jobs) -> None:
     first = jobs.jobs[0]
     if first.block is None and jobs.jobs[-1].block is not None:
-        _append(jobs, [_copy(jobs, first, None, "baseline_last")])
+        _append(jobs, [_repeat(first, None, "baseline_last")])
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
@@ -112,21 +144,25 @@ def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
         jobs.jobs.append(job)
 
 
-def _copy(jobs: Jobs, source: Job, block: int | None, subdir: str) -> Job:
-    """Return a copy of the job `source` with the seed of `block`. Composing it again might read edited YAML."""
+def _repeat(source: Job, block: int | None, subdir: str) -> Job:
+    """Return a job without a folder that repeats `source` with the seed of `block`."""
     assert source.seed is not None
-    seed = source.seed + (block or 0) - (source.block or 0)
-    old, new = jobs.folder / source.folder, claim_folder(jobs.folder / subdir)
+    return Job(0, source.name, subdir, source.overrides, block, source.seed + (block or 0) - (source.block or 0))
+
+
+def _copy(jobs: Jobs, source: Job, job: Job) -> None:
+    """Write the folder of `job`, a repeat of `source`, as a copy. Composing it again might read edited YAML."""
+    assert job.seed is not None
+    old, new = jobs.folder / source.folder, claim_folder(jobs.folder / job.folder)
     shutil.copytree(old / ".hydra", new / ".hydra")
-    if seed != source.seed:
+    if job.seed != source.seed:
         for name in ("config", "overrides"):
             path = new / ".hydra" / f"{name}.yaml"
             tree = OmegaConf.load(path)
             if isinstance(tree, ListConfig):
-                tree.append(f"seed={seed}")
+                tree.append(f"seed={job.seed}")
             else:
-                tree.seed = seed
+                tree.seed = job.seed
             write_text(path, OmegaConf.to_yaml(tree))
-    save_config(dataclasses.replace(load_config(old), seed=seed), new)
-    name = str(new.relative_to(jobs.folder))
-    return Job(0, source.name, name, source.overrides, block, seed, config_hash=config_hash(new / "config.yaml"))
+    save_config(dataclasses.replace(load_config(old), seed=job.seed), new)
+    job.folder, job.config_hash = str(new.relative_to(jobs.folder)), config_hash(new / "config.yaml")

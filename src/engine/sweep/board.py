@@ -1,4 +1,4 @@
-"""Progress of a sweep on the console: a line per ended job, and a bar in a terminal. Also the table of a dry run."""
+"""Progress of a sweep on the console: a line per ended job, and a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from src.engine.record.jobs import UNFINISHED, Job, Jobs
-from src.engine.sweep.points import Point
-from src.schema import DataConfig, ResolvedConfig
 
 UPDATE_SECONDS = 0.25
+SILENT_SECONDS = 2.0
+LINE_SECONDS = 10.0
+COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
 
 
 class PipeSafeConsole(Console):
@@ -31,10 +31,9 @@ class Board:
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._console = PipeSafeConsole(soft_wrap=True, markup=False, emoji=False, highlight=False)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         # Without rich's refresh thread, because jobs are forked from this process.
         hide_bar = not self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True, disable=hide_bar)
+        self._bar = Progress(*COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar)
         self._task = self._bar.add_task("")
         self._updated = 0.0
         self._began = time.monotonic()
@@ -73,19 +72,29 @@ class Board:
         return f"about {seconds:.0f} s left" if self._ended and left else ""
 
 
-def show_points(points: list[Point], training_size: Callable[[DataConfig], int | None]) -> None:
-    """Print a row per configuration for a dry run. `training_size`: training images, None if unknown."""
-    table = Table("job", "overrides", "global batch", "per device", "lr", "steps", "can run here")
-    for number, point in enumerate(points):
-        config, overrides = point.config, " ".join(point.overrides)
-        if point.reason:
-            table.add_row(str(number), overrides, "", "", "", "", f"skipped: {point.reason}")
-            continue
-        assert isinstance(config, ResolvedConfig)  # always, if it can run here
-        batch, size, steps = config.global_batch, training_size(config.data), "?"
-        if size is not None:
-            total = config.train.epochs * (size // batch // config.train.accumulate)
-            steps = str(min(total, config.train.max_steps or total))
-        per_device, rate = f"{batch / config.parallel.devices:g}", f"{config.learning_rate:g}"
-        table.add_row(str(number), overrides, str(batch), per_device, rate, steps, "yes")
-    Console(width=None if Console().is_terminal else 200, markup=False, emoji=False).print(table)
+@contextmanager
+def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Context: show on stderr how many of `total` are done, if it takes long: a bar in a terminal, else lines.
+
+    The block calls the function that it receives after each one.
+    """
+    console = PipeSafeConsole(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
+    bar = Progress(*COLUMNS, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(doing, total=total)
+    shown_next = time.monotonic() + SILENT_SECONDS
+
+    def count() -> None:
+        nonlocal shown_next
+        bar.tasks[task].completed += 1
+        if time.monotonic() < shown_next:
+            return
+        shown_next = time.monotonic() + (LINE_SECONDS if bar.disable else UPDATE_SECONDS)
+        if bar.disable:
+            console.print(f"{doing}: {bar.tasks[task].completed:.0f} of {total}")
+        bar.start()
+        bar.refresh()
+
+    try:
+        yield count
+    finally:
+        bar.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +20,8 @@ from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import Job, config_hash
+from src.engine.sweep.board import counted
+from src.engine.sweep.composer import Composer
 from src.schema import Config, DataConfig, ResolvedConfig, SearchConfig
 
 
@@ -41,17 +42,16 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
-    points = []
+    points, composer = [], Composer(command)
     product = _product(command)
-    # More take seconds to compose.
-    if len(product) > 50:
-        print(f"composing {len(product)} points …", file=sys.stderr, flush=True)
-    for number, overrides in enumerate(product):
-        try:
-            tree = command.loader.load_sweep_config(command.tree, overrides)
-        except HydraException as error:
-            raise ValueError(explain(error, overrides)) from error
-        points.append(make_point(tree, overrides, number))
+    with counted("composing", len(product)) as count:
+        for number, overrides in enumerate(product):
+            try:
+                tree, merged = composer.compose(overrides)
+            except HydraException as error:
+                raise ValueError(explain(error, overrides)) from error
+            points.append(make_point(tree, overrides, number, merged))
+            count()
     if not points:
         raise ValueError(f"{' '.join(task_overrides(command.tree))}: a swept range is empty, so no job would run")
     schedulers = {point.config.cluster.scheduler for point in points}
@@ -66,11 +66,9 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[DataConfig], None]) -> None:
     """Check the data of each distinct data config, for jobs on this machine. A cluster's jobs do so when they start."""
-    checked: list[DataConfig] = []
-    for config in configs:
-        if config.cluster.scheduler == "local" and config.data not in checked:
-            check_data(config.data)
-            checked.append(config.data)
+    distinct = {repr(config.data): config.data for config in configs if config.cluster.scheduler == "local"}
+    for data in distinct.values():
+        check_data(data)
 
 
 def settle(point: Point) -> None:
@@ -83,17 +81,24 @@ def settle(point: Point) -> None:
         point.reason = hide(str(error))
 
 
-def make_point(tree: DictConfig, overrides: list[str], number: int) -> Point:
-    """Return the point (configuration of a sweep) for a composed tree."""
+def make_point(tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None) -> Point:
+    """Return the point (configuration of a sweep) for a composed tree, which a Composer may have merged already."""
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
-    config = to_config(tree)
+    config = to_config(tree, merged)
     # A job does not search, so its config.yaml runs without -m.
     config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)
+
+
+def names_of(points: list[Point]) -> list[str]:
+    """Return a name per point: its overrides that not all points have."""
+    common = set.intersection(*(set(point.overrides) for point in points))
+    names = [",".join(override for override in point.overrides if override not in common) for point in points]
+    return [name or "the only point" for name in names]
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:

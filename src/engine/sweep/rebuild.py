@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +14,45 @@ from omegaconf import OmegaConf, read_write
 from src.engine.config.arguments import parse_command_line
 from src.engine.config.compose import load_config, save_config
 from src.engine.record.jobs import Job, Jobs, config_hash
+from src.engine.sweep.blocks import write_folders
 from src.engine.sweep.points import Point, expand, save_job_files
 from src.schema import Config
+
+CHANGED = "its command composes another config today, because conf/ or this machine has changed"
 
 
 def check_folders(jobs: Jobs) -> None:
     """Refuse unfinished jobs whose config was edited, and recreate deleted job folders from the sweep's command."""
     points: list[Point] = []
+    if any(job.status == "waiting" and not job.config_hash for job in jobs.jobs):
+        _write_first_folders(jobs)
     for job in jobs.jobs:
         folder = jobs.folder / job.folder
         # A skipped job has no folder, and no hash.
         if not job.config_hash:
             continue
         if not (folder / "config.yaml").exists():
-            # Compose `python train.py …` from today's files.
-            points = points or expand(parse_command_line(shlex.split(jobs.command)[2:]))[1]
+            points = points or _composed_again(jobs)
             _rebuild(job, folder, points)
         elif job.status != "done" and _is_edited(job, folder):
             raise ValueError(f"{folder / 'config.yaml'}: edited; undo the edit, or delete {folder} to compose it again")
+
+
+def _write_first_folders(jobs: Jobs) -> None:
+    """Write the folders of a sweep that was killed while it wrote them, so that all are of the same version of conf/."""
+    points = _composed_again(jobs)
+    possible = [point.overrides for point in points if not point.reason]
+    if any(job.overrides not in possible for job in jobs.jobs if job.status == "waiting"):
+        raise ValueError(f"{jobs.folder}: not written to its end, and {CHANGED}; start a new sweep")
+    for job in jobs.jobs:
+        shutil.rmtree(jobs.folder / job.folder, ignore_errors=True)
+    write_folders(jobs, points)
+    jobs.write()
+
+
+def _composed_again(jobs: Jobs) -> list[Point]:
+    """Compose the sweep's command, `python train.py …`, from today's files."""
+    return expand(parse_command_line(shlex.split(jobs.command)[2:]))[1]
 
 
 def _is_edited(job: Job, folder: Path) -> bool:
@@ -57,8 +79,7 @@ def _rebuild(job: Job, folder: Path, points: list[Point]) -> None:
         with read_write(point.tree.hydra):
             point.tree.hydra.overrides.task.append(f"seed={job.seed}")
     if point is None or point.reason or _hash_of(point.config) != job.config_hash:
-        reason = "its command composes another config today, because conf/ or this machine has changed"
-        raise ValueError(f"{folder}: deleted, and {reason}; restore the folder, or start a new sweep")
+        raise ValueError(f"{folder}: deleted, and {CHANGED}; restore the folder, or start a new sweep")
     print(f"{folder}: deleted while its job was {job.status}; composed again, and the job runs again", flush=True)
     save_job_files(point, folder)
     job.reset()

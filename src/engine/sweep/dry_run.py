@@ -1,0 +1,60 @@
+"""Table of a dry run: the number of runs, and the values that vary between the configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from src.engine.sweep.blocks import count_blocks
+from src.engine.sweep.points import Point, names_of
+from src.schema import DataConfig, ResolvedConfig, SweepConfig
+
+HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
+
+
+def show_points(points: list[Point], settings: SweepConfig, training_size: Callable[[DataConfig], int | None]) -> None:
+    """Print a row per configuration with the values that vary. `training_size`: training images, None if unknown."""
+    sizes: dict[str, int | None] = {}
+    rows = []
+    for point, name in zip(points, names_of(points), strict=True):
+        if not point.reason and (key := repr(point.config.data)) not in sizes:
+            sizes[key] = training_size(point.config.data)
+        rows.append((name, *_derived(point, sizes.get(repr(point.config.data)))))
+    # A configuration that cannot run here has no derived values.
+    values = [{row[column] for row in rows} - {""} for column in range(len(HEADINGS))]
+    varying = [0, *(column for column in range(1, 5) if len(values[column]) > 1)]
+    if any(point.reason for point in points):
+        varying.append(5)
+    table = Table("job", *(HEADINGS[column] for column in varying))
+    for number, row in enumerate(rows):
+        table.add_row(str(number), *(row[column] for column in varying))
+    same = [f"{HEADINGS[column]} {min(values[column])}" for column in range(1, 5) if len(values[column]) == 1]
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    console.print(", ".join([count_runs(points, settings), *same]))
+
+
+def count_runs(points: list[Point], settings: SweepConfig) -> str:
+    """Format the number of runs in all blocks, with the baseline's two; jobs that cannot run here are skipped."""
+    can_run, blocks = sum(not point.reason for point in points), count_blocks(settings)
+    if settings.repeats == 1 or not can_run:
+        return f"{can_run} runs"
+    most = settings.max_repeats if settings.repeats == "auto" else blocks
+    low, high = can_run * blocks + 2, can_run * most + 2
+    repeats, runs = (str(a) if a == b else f"{a} to {b}" for a, b in ((blocks, most), (low, high)))
+    return f"{runs} runs ({can_run} configurations × {repeats} repeats + 2 of the baseline)"
+
+
+def _derived(point: Point, size: int | None) -> tuple[str, ...]:
+    """Return the cells below HEADINGS, without the overrides. `size`: of the training split."""
+    if point.reason:
+        return "", "", "", "", f"skipped: {point.reason}"
+    config = point.config
+    assert isinstance(config, ResolvedConfig)  # always, if it can run here
+    batch, steps = config.global_batch, "?"
+    if size is not None:
+        total = config.train.epochs * (size // batch // config.train.accumulate)
+        steps = str(min(total, config.train.max_steps or total))
+    return str(batch), f"{batch / config.parallel.devices:g}", f"{config.learning_rate:g}", steps, "yes"
