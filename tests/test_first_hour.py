@@ -119,7 +119,7 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
     config = resolved("debug=overfit", "parallel=single")
     result = Result("done", train={"loss": loss}, val={"acc": 0.5, "acc_best": 0.5})
     with caplog.at_level(logging.INFO):
-        show_end(config, Path("outputs/x"), result, [])
+        show_end(config, Path("outputs/x"), result, [], [])
     assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), caplog.messages
 
 
