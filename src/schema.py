@@ -23,6 +23,7 @@ STRATEGIES = {
     "single": "src.parallel.single.Single",
     "dp": "src.parallel.data_parallel.DataParallelStrategy",
     "ddp": "src.parallel.distributed.Distributed",
+    "fsdp": "src.parallel.fully_sharded.FullySharded",
 }
 DATASETS = {
     "digits": "src.data.datasets.Digits",
@@ -47,6 +48,12 @@ SCHEDULES_WITH = {
     **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
     **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
 }
+# Optimizers that update each number by itself, or with the norms of tensors, so that a rank can update its parts.
+OPTIMIZERS_OF_PARTS = (
+    *("adabelief", "adadelta", "adagrad", "adam", "adamw", "adamax", "adan", "adanw", "adopt", "adoptw", "lamb"),
+    *("lambw", "laprop", "lars", "lion", "madgrad", "momentum", "nadam", "nadamw", "nesterov", "nesterovw", "radam"),
+    *("radamw", "rmsprop", "rmsproptf", "sgd", "sgdw"),
+)
 # Keys of older versions -> their last default. A saved config may still hold such a key with this value, which names what is
 # always done now (src/engine/config/removed.py).
 REMOVED: dict[str, Any] = {
@@ -100,10 +107,14 @@ class ModelConfig:
     kwargs: dict[str, Any] = key({}, help="More arguments of `timm.create_model`, or of your class.")
     channels_last: bool = key(False, help="Store images and weights in channels-last memory format.")
     compile: bool | str = choice(
-        False, False, True, *COMPILE_MODES, help="Compile the model (not under dp); true: with torch's default mode."
+        False,
+        False,
+        True,
+        *COMPILE_MODES,
+        help="Compile the model (not under dp and fsdp); true: with torch's default mode.",
     )
     grad_checkpointing: bool = key(False, help="Recompute activations in the backward pass, to save memory.")
-    sync_bn: bool = key(False, help="Take BatchNorm statistics over all ranks of ddp.")
+    sync_bn: bool = key(False, help="Take BatchNorm statistics over all ranks.")
     ema: EmaConfig = field(default_factory=EmaConfig)
 
     def problems(self, whole: Config) -> Iterator[str]:
@@ -126,10 +137,10 @@ class ModelConfig:
         if self.pretrained and is_own_class(self.name):
             yield f"model.pretrained=true: timm has no weights for {self.name}; give a file: model.weights=<file>"
         if self.sync_bn and not whole.parallel.has_ranks:
-            yield f"model.sync_bn=true: an option of ddp, but parallel={whole.parallel.strategy}"
+            yield f"model.sync_bn=true: an option of ddp and fsdp, but parallel={whole.parallel.strategy}"
         chosen = f"model.compile={yaml_text(self.compile)}"
-        if self.compile and whole.parallel.strategy == "dp":
-            yield f"{chosen}: torch.compile does not work inside DataParallel replicas; use ddp or single"
+        if self.compile and whole.parallel.strategy in ("dp", "fsdp"):
+            yield f"{chosen}: expected ddp or single, but parallel={whole.parallel.strategy}; leave it at false"
         bucket = whole.parallel.bucket_cap_mb
         if self.compile and bucket is not None and bucket < 1:
             yield f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, which splits the graph there"
@@ -271,17 +282,19 @@ class DataConfig:
 class ParallelConfig:
     """Placement of a run on devices. null leaves an option at torch's default."""
 
-    strategy: str = key("auto", help="auto, single, dp, ddp, or `src.parallel.<module>.<Class>` of your own.")
+    strategy: str = key("auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own.")
     process_per_device: bool | None = key(None, help="Your own strategy: true for a rank per device, else one process.")
     options: dict[str, Any] = key({}, help="For a strategy class of your own: what it reads of `config.options`.")
     devices: int | str = number("auto", ge=1, help="Number; auto: CUDA devices that divide the batch, else 1 or 2.")
     accelerator: str = choice("auto", "auto", "cpu", "cuda", "mps", help="Kind of device; auto: cuda, mps, else cpu.")
     threads_per_device: int | str = number("auto", ge=1, help="CPU threads per rank or replica; auto: cores / devices.")
-    backend: str = choice("auto", "auto", "nccl", "gloo", "mpi", help="Backend of ddp; auto: nccl on CUDA, else gloo.")
+    backend: str = choice(
+        "auto", "auto", "nccl", "gloo", "mpi", help="Backend of ranks; auto: nccl on CUDA, else gloo."
+    )
     start_timeout: int = number(300, ge=1, help="Seconds without progress before a rank's first step that end the run.")
     timeout: int = number(120, ge=1, help="Seconds without progress between later steps, after which the run ends.")
-    max_restarts: int = number(0, ge=0, help="How often ddp restarts all ranks after one has failed.")
-    device_ids: list[int] | None = key(None, help="CUDA devices of dp or ddp by number; null: the first ones.")
+    max_restarts: int = number(0, ge=0, help="How often ddp or fsdp restarts all ranks after one has failed.")
+    device_ids: list[int] | None = key(None, help="CUDA devices by number (not of single); null: the first ones.")
     output_device: int | None = number(None, ge=0, help="CUDA device of the outputs (dp, ddp); null: the first one.")
     dim: int | None = number(None, ge=0, only="dp", help="Dimension along which DataParallel splits a batch.")
     loss_in_replica: bool | None = key(None, only="dp", help="Compute the loss in each replica, not on the outputs.")
@@ -298,11 +311,13 @@ class ParallelConfig:
         only="ddp",
         help="Evaluate BatchNorm with rank 0's statistics (also null) or with the mean over the ranks.",
     )
+    reshard_after_forward: bool | None = key(None, only="fsdp", help="false: gather weights once a batch, not twice.")
+    shard_size: int | None = number(None, ge=2, only="fsdp", help="Devices that hold a model together; null: all.")
 
     @property
     def has_ranks(self) -> bool:
         """True if every device has its own process. False under `auto`, which must be resolved first."""
-        return self.strategy == "ddp" if self.process_per_device is None else self.process_per_device
+        return self.strategy in ("ddp", "fsdp") if self.process_per_device is None else self.process_per_device
 
     @property
     def has_one_device(self) -> bool:
@@ -327,7 +342,8 @@ class ParallelConfig:
             if getattr(self, key) is not None and strategy != owner:
                 yield f"parallel.{key}={getattr(self, key)}: an option of {owner}, but parallel={strategy}"
         for key in ("device_ids", "output_device"):
-            if getattr(self, key) is not None and strategy in ("auto", "single"):
+            without = ("auto", "single", "fsdp") if key == "output_device" else ("auto", "single")
+            if getattr(self, key) is not None and strategy in without:
                 yield f"parallel.{key}={getattr(self, key)}: an option of dp and ddp, but parallel={strategy}"
         if is_own_class(strategy):
             if self.process_per_device is None:
@@ -337,7 +353,7 @@ class ParallelConfig:
                 if getattr(self, key) not in (None, {}):
                     yield f"parallel.{key}={getattr(self, key)}: an option of your own strategy classes, but parallel={strategy}"
         if self.max_restarts and not self.has_ranks:
-            yield f"parallel.max_restarts={self.max_restarts}: an option of ddp, but parallel={strategy}"
+            yield f"parallel.max_restarts={self.max_restarts}: an option of ddp and fsdp, but parallel={strategy}"
         if self.broadcast_buffers and self.dist_bn == "reduce":
             yield "parallel.broadcast_buffers=true: every step would undo parallel.dist_bn=reduce; leave it at null"
 
@@ -381,6 +397,8 @@ class OptimConfig:
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
+        if whole.parallel.strategy == "fsdp":
+            yield from self._problems_of_parts()
         if not self.warmup_prefix and self.sched in ("constant", "wsd", "rsqrt"):
             yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
         if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":
@@ -405,6 +423,15 @@ class OptimConfig:
                 yield f"optim.sched_kwargs.{key}: set optim.{key} instead"
             if key in DERIVED_ARGUMENTS:
                 yield f"optim.sched_kwargs.{key}: follows from other keys, e.g. train.epochs; leave it out"
+
+    def _problems_of_parts(self) -> Iterator[str]:
+        """Yield an error for each setting that needs whole tensors, of which fsdp's ranks have parts."""
+        if self.opt not in OPTIMIZERS_OF_PARTS:
+            yield f"optim.opt={self.opt}: needs whole tensors, but parallel=fsdp; use one of {', '.join(OPTIMIZERS_OF_PARTS)}"
+        if self.clip_mode == "agc":
+            yield "optim.clip_mode=agc: needs whole tensors, but parallel=fsdp; use norm or value"
+        if self.kwargs.get("fused") and self.opt not in ("adam", "adamw"):
+            yield f"optim.kwargs.fused=true: torch has it for adam and adamw under fsdp, but optim.opt={self.opt}; leave it out"
 
 
 @dataclass

@@ -95,7 +95,9 @@ class Sweep:
 
 def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator: str) -> dict[str, Any]:
     """Return result.json of a run whose measurements support every claim of the report."""
-    ranks = devices if strategy == "ddp" else 1
+    has_ranks = strategy in ("ddp", "fsdp")
+    ranks = devices if has_ranks else 1
+    link = {"single": 0, "dp": 9e7 * devices, "ddp": 8.8e7 * (devices - 1) / devices}
     step_ms = 1000 * batch / speed
     peaks = [4 * GIB] * devices if strategy != "dp" else [6 * GIB] + [2 * GIB] * (devices - 1)
     shared = {"shared": True} if strategy == "dp" and accelerator == "cpu" else {}
@@ -110,7 +112,7 @@ def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator
         threads_per_device=1,
         world_size=devices,
         processes=ranks,
-        backend={"cuda": "nccl", "cpu": "gloo"}[accelerator] if strategy == "ddp" else None,
+        backend={"cuda": "nccl", "cpu": "gloo"}[accelerator] if has_ranks else None,
         model="resnet18",
         parameters=11_000_000,
         batch_size=batch,
@@ -125,8 +127,8 @@ def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator
         ],
         cpu={"seconds_per_second": 1.0 * ranks},
         data_wait=0.06,
-        communication={"bytes_per_step": {"single": 0, "dp": 9e7 * devices, "ddp": 4.4e7}[strategy]}
-        | {"bytes_busiest_link": {"single": 0, "dp": 9e7 * devices, "ddp": 8.8e7 * (devices - 1) / devices}[strategy]}
+        communication={"bytes_per_step": {"single": 0, "dp": 9e7 * devices, "ddp": 4.4e7}.get(strategy, 1.3e8)}
+        | {"bytes_busiest_link": link.get(strategy, 1.3e8)}
         | {"ms_per_step": step_ms * 0.3 * (ranks > 1), "exposed_ms_per_step": step_ms * 0.08 * (ranks > 1)},
         seconds={"start_to_first_step": 4.0 + 3 * (ranks > 1), "total": 80.0},
         proof=proof,

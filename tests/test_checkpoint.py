@@ -32,7 +32,7 @@ SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
 
 
 def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> RunParts:
-    """Return the parts of a run after one step."""
+    """Return the parts of a run after one step. With a store, the caller closes its strategy."""
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
@@ -40,7 +40,8 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
     images, labels = next(run.train.epoch(0))
     run.state.wrapped(images, labels)[0].backward()
     run.state.optimizer.step()
-    strategy.close()
+    if store is None:
+        strategy.close()
     return run
 
 
@@ -74,8 +75,11 @@ def everything(folder: Path) -> dict[str, bytes]:
 # Contents ------------------------------------------------------------------------------------------------------------
 
 
-def ddp_names(ranks: Ranks, store: Any) -> dict[str, list[str]]:
-    return names(contents_of(run_of("parallel=ddp", "parallel.devices=2", ranks=ranks, store=store)))
+def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[str]]:
+    run = run_of(f"parallel={strategy}", "parallel.devices=2", ranks=ranks, store=store)
+    found = names(contents_of(run))
+    run.strategy.close()
+    return found
 
 
 def names(contents: Contents) -> dict[str, list[str]]:
@@ -89,7 +93,8 @@ def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Conte
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
     assert names(contents) == expected
     assert names(contents_of(run_of("parallel=dp", "parallel.devices=2"))) == expected
-    assert in_ranks(ddp_names, 2) == [expected] * 2
+    for strategy in ("ddp", "fsdp"):
+        assert in_ranks(names_of_ranks, 2, strategy) == [expected] * 2
     plain.load_state_dict(contents["model"])
 
 

@@ -1,4 +1,4 @@
-"""single, dp and ddp train alike: step n sees the same images, and the weights agree up to rounding."""
+"""single, dp, ddp and fsdp train alike: step n sees the same images, and the weights agree up to rounding."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ SPREADS = {
     ),
     "ddp2": ("parallel=ddp", "parallel.devices=2"),
     "ddp3": ("parallel=ddp", "parallel.devices=3"),
+    "fsdp2": ("parallel=fsdp", "parallel.devices=2"),
+    "fsdp3_in_unequal_parts": ("parallel=fsdp", "parallel.devices=3", "parallel.reshard_after_forward=false"),
+    "fsdp4_with_two_copies": ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"),
 }
 TRAININGS = {
     "sgd": ("optim=sgd", "optim.lr=0.005"),
@@ -50,11 +53,11 @@ COMMON = (
     "data.augment.scale=[0.6,1.0]",
     "data.augment.hflip=0.5",
 )
-QUICK = ("dp2", "ddp2")
+QUICK = ("dp2", "ddp2", "fsdp2")
 
 
 def _case(training: str, spread: str) -> Any:
-    marks = [pytest.mark.processes] if spread.startswith("ddp") else []
+    marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK:
         marks.append(pytest.mark.slow(seconds=1))
     return pytest.param(training, spread, marks=marks)
@@ -94,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tr
         jobs = [(resolved(*COMMON, *TRAININGS[t], *overrides), str(folder(t, spread))) for t in TRAININGS]
         for _, path in jobs:
             Path(path).mkdir()
-        if jobs[0][0].parallel.strategy == "ddp":
+        if jobs[0][0].parallel.has_ranks:
             in_ranks(train, jobs[0][0].parallel.devices, jobs)
         else:
             train(Ranks(), None, jobs)

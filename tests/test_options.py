@@ -42,7 +42,7 @@ ONE_STEP = (
     "parallel.accelerator=cpu",
     "parallel.threads_per_device=1",
 )
-SEVERAL_DEVICES = ("dp", "ddp")
+SEVERAL_DEVICES = ("dp", "ddp", "fsdp")
 
 RunCommand = Callable[..., None]
 
@@ -150,7 +150,7 @@ def test_config_group_option_trains_one_step(
     assert isinstance(result["train"]["loss"], float)
     if group == "parallel" and option != "auto":
         assert result["strategy"] == option
-    if option == "ddp":
+    if option in ("ddp", "fsdp"):
         assert (result["world_size"], result["processes"]) == (2, 2)
     again = ["--config-path", str(folder), "--config-name", "config"]
     frozen = compose_command(get_args_parser().parse_args(again)).config

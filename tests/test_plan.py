@@ -102,6 +102,22 @@ def test_plan_matches_real_runs(devices: int, tmp_path: Path) -> None:
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
+def test_plan_of_fsdp_divides_all_but_activations_by_the_devices_that_hold_a_model() -> None:
+    overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
+    ddp = plan_for("parallel=ddp", *overrides, devices=4).bytes
+    assert ddp is not None
+    for shard_size, parts in (("null", 4), ("2", 2)):
+        fsdp = plan_for("parallel=fsdp", f"parallel.shard_size={shard_size}", *overrides, devices=4).bytes
+        assert fsdp is not None
+        for name in ("weights", "gradients", "optimizer", "ema"):
+            assert getattr(fsdp, name) == pytest.approx(getattr(ddp, name) / parts, rel=1e-6), name
+        assert (fsdp.activations, fsdp.batch, fsdp.buckets) == (ddp.activations, ddp.batch, 0)
+    whole = plan_for("parallel=fsdp", "parallel.reshard_after_forward=false", *overrides, devices=4).bytes
+    assert whole is not None and whole.gathered == pytest.approx(ddp.weights, rel=1e-6)
+    # Two of twelve blocks, and what is in none: 3 % of the parameters.
+    assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
+
+
 def test_plan_includes_missing_hardware_and_explains_impossible_device_counts() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]

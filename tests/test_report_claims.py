@@ -117,6 +117,28 @@ def test_claim_verdict_flips_when_its_measurement_changes(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([GIB, GIB], SUPPORTED),
+        ([GIB, 4 * GIB], NOT_SUPPORTED),  # as much as ddp on one device
+        ([5 * GIB, 5 * GIB], NOT_SUPPORTED),
+    ],
+)
+def test_claim_18_compares_memory_of_fsdp_and_ddp(tmp_path: Path, peaks: list[int], expected: str) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("ddp", 2, [1910, 1900, 1890])
+    sweep.repeat("fsdp", 2, [1810, 1800, 1790], memory=[{"device": n, "peak_bytes": p} for n, p in enumerate(peaks)])
+    assert verdicts(sweep.write()) == {18: expected}
+
+
+def test_claim_18_cannot_be_measured_without_equal_devices(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("ddp", 2, [1910, 1900, 1890])
+    sweep.repeat("fsdp", 4, [3610, 3600, 3590])
+    assert verdicts(sweep.write()) == {18: NOT_MEASURABLE}
+
+
+@pytest.mark.parametrize(
     ("speeds", "number", "expected"),
     [
         ({("ddp", 2): 1400, ("ddp", 4): 1600}, 1, NOT_SUPPORTED),

@@ -14,6 +14,7 @@ from configs import parse, tiny
 
 import src.parallel.data_parallel
 import src.parallel.distributed
+import src.parallel.fully_sharded
 import src.train.run
 from src.engine.config.compose import compose_command
 

@@ -26,6 +26,7 @@ from src.engine.config.validate import check_combination
 from src.engine.data.samplers import TrainSampler
 from src.engine.runtime.banner import count_parameters
 from src.engine.runtime.flops import flop_counter
+from src.models.blocks import blocks_of
 from src.models.build import build_model
 from src.models.freeze import freeze
 from src.models.preprocessing import train_image_size
@@ -42,7 +43,10 @@ COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps"
 
 @dataclass
 class Bytes:
-    """Bytes in memory of one device at its peak (end of forward), by kind. `buckets`: ddp's copies of gradients."""
+    """Bytes in memory of one device at its peak (end of forward), by kind; under dp, of device 0, which has the most.
+
+    `buckets`: ddp's copies of gradients; `gathered`: what fsdp holds whole besides its parts.
+    """
 
     weights: int
     gradients: int
@@ -51,6 +55,7 @@ class Bytes:
     activations: int
     batch: int
     buckets: int
+    gathered: int
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +117,7 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     config.parallel.devices = devices
     config.parallel.choose_strategy(several=devices > 1)
     check_combination(config)
-    return resolve(config, devices, 1) if config.parallel.strategy == "ddp" else resolve(config)
+    return resolve(config, devices, 1) if config.parallel.has_ranks else resolve(config)
 
 
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
@@ -162,19 +167,31 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
         loss, _ = step(images, targets)
         loss.backward()
     optimizer.step()
-    gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    is_ddp = config.parallel.strategy == "ddp"
+    parallel, parts = config.parallel, 1
+    if parallel.strategy == "fsdp":
+        parts = parallel.shard_size or parallel.devices
     memory = Bytes(
-        weights=_size(weights),
-        gradients=gradients,
-        optimizer=_size(states),
-        ema=0 if config.model.ema.decay is None else _size(weights),
+        weights=_size(weights) // parts,
+        gradients=_size(gradients) // parts,
+        optimizer=_size(states) // parts,
+        ema=0 if config.model.ema.decay is None else _size(weights) // parts,
         activations=sum(storage.nbytes() for storage in saved.values()),
         batch=_size([images, targets]),
-        buckets=gradients if is_ddp and not config.parallel.gradient_as_bucket_view else 0,
+        buckets=_size(gradients) if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view else 0,
+        gathered=_gathered(config, model) if parts > 1 else 0,
     )
     return counter.get_total_flops(), memory
+
+
+def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
+    """Return the bytes of gathered parameters at once: those in no block, and two blocks, of which one is fetched ahead."""
+    dtype = AUTOCAST[config.train.precision]
+    sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
+    blocks = sorted(sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model))
+    freed = 0 if config.parallel.reshard_after_forward is False else sum(blocks[:-2])
+    return sum(sizes.values()) - freed
 
 
 @contextmanager
@@ -218,7 +235,7 @@ def show(plans: list[Plan]) -> None:
             table.add_row(str(row.devices), *[""] * (len(COLUMNS) - 1), f"cannot run: {row.reason}")
             continue
         memory = row.bytes
-        rest = memory.batch + memory.buckets
+        rest = memory.batch + memory.buckets + memory.gathered
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.ema, memory.activations, rest)
         table.add_row(
             f"{row.devices} {row.strategy}",

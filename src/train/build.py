@@ -179,7 +179,7 @@ def _build_state(
     wrapped = strategy.wrap(TrainStep(autocast, criterion, config.train.task))
     if ema is not None:
         strategy.lay_out(ema.module)
-    optimizer = build_optimizer(config.optim, config.learning_rate, model)
+    optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards)
     return TrainState(
         model=model,
         wrapped=wrapped,

@@ -176,9 +176,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, small_disk: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, small_disk: Path, strategy: str) -> None:
     overrides = (
-        "parallel=ddp",
+        f"parallel={strategy}",
         "parallel.devices=2",
         "checkpoint.every_steps=2",
         "checkpoint.keep=50",

@@ -58,6 +58,7 @@ def test_failing_rank_ends_the_run_and_error_names_rank_and_log(train: Train) ->
 STOPS = [
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
     pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp", marks=pytest.mark.slow),
+    pytest.param("fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker", marks=pytest.mark.slow),
     pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow),
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp", marks=pytest.mark.slow),
 ]
@@ -110,9 +111,11 @@ def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> Non
     assert train.left_after(10) == []
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))]
+)
 def test_all_processes_end_when_the_launcher_is_killed(train: Train, strategy: str) -> None:
-    devices = 2 if strategy == "ddp" else 1
+    devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS)
     running.wait_for_steps()
     before = len(psutil.Process(running.process.pid).children(recursive=True))

@@ -24,6 +24,7 @@ from src.engine.record.result import Result, read_result
 pytestmark = pytest.mark.processes
 FAULTY = Path(__file__).parent / "faulty"
 PROMPT = 15.0  # seconds from the fault, or from the watchdog's alarm if it needs one
+WITH_RANKS = ("ddp", "fsdp")
 SILENCE = 3  # parallel.timeout of these runs, seconds
 
 
@@ -60,6 +61,8 @@ FAULTS = {
 COMMANDS = [
     *(("python", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")),
     *(("torchrun", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls")),
+    *(("python", "fsdp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")),
+    *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
     ("python", "ddp", 1, "leaves_with_0"),
     *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
     ("python", "dp", 2, "raises"),
@@ -68,6 +71,8 @@ COMMANDS = [
 WARM = [
     *(("ddp", 2, name) for name in ("raises_in_evaluation", "raises_before_the_first_step", "no_memory", "crashes")),
     *(("ddp", 2, name) for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")),
+    *(("fsdp", 2, name) for name in ("raises_in_evaluation", "no_memory", "crashes", "stalls_evaluating")),
+    *(("fsdp", 2, name) for name in ("stalls_reading", "stalls_saving", "spins", "all_stall")),
     *(("ddp", 1, name) for name in ("raises", "stalls")),
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
@@ -92,7 +97,7 @@ class FaultyRun:
 
 def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
     """Return the fault with its rank limited to the world size."""
-    processes = devices if strategy == "ddp" else 1
+    processes = devices if strategy in WITH_RANKS else 1
     return replace(fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1)))
 
 
@@ -125,7 +130,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
     assert run.result.status == fault.status
     if is_named:
         message = fault.message.format(rank=fault.rank, phase=fault.phase, step=fault.step)
-        if strategy != "ddp" or devices == 1:
+        if strategy not in WITH_RANKS or devices == 1:
             message = message.partition("; the others")[0].replace("16 images", "32 images")
         assert message in run.stderr
         assert message in run.result.reason
@@ -169,12 +174,12 @@ def test_error_names_the_phase_of_a_fault_inside_a_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["python", "torchrun"])
-def test_run_restarts_from_its_newest_checkpoint_after_a_fault(train: Train, form: str) -> None:
+@pytest.mark.parametrize(("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")])
+def test_run_restarts_from_its_newest_checkpoint_after_a_fault(train: Train, form: str, strategy: str) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
         train.environment["PET_MAX_RESTARTS"] = "1"  # as --max-restarts
-    run = run_with(train, FAULTS["killed"], form, "ddp", 2, "checkpoint.every_steps=2", *restarts)
+    run = run_with(train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts)
     assert (run.code, run.result.steps) == (0, 12), run.stderr
     steps = [line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "train/loss" in line]
     assert steps == sorted(set(steps)), "each step must be logged once"

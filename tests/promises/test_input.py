@@ -68,13 +68,14 @@ SPREADS = (
     ("parallel=ddp", "parallel.devices=2"),
     ("parallel=ddp", "parallel.devices=2", "parallel.gradient_as_bucket_view=true", "parallel.bucket_cap_mb=1"),
     ("parallel=ddp", "parallel.devices=2", "parallel.find_unused_parameters=true"),
+    ("parallel=fsdp", "parallel.devices=2"),
 )
 
 
 def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
     """Draw combinations with a fixed seed."""
     draw = random.Random(count * 10 + world_size)
-    spreads = [spread for spread in SPREADS if ("ddp" in spread[0]) == (world_size > 1)]
+    spreads = [spread for spread in SPREADS if spread[0].endswith(("ddp", "fsdp")) == (world_size > 1)]
     chosen = []
     for _ in range(count):
         keys = draw.sample(sorted(VALUES), draw.randint(2, 6))

@@ -48,9 +48,15 @@ class Poison(nn.Module):
 
 
 def train(
-    ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], steps: set[int], bad_rank: int
+    ranks: Ranks,
+    store: Any,
+    folder: str,
+    overrides: tuple[str, ...],
+    steps: set[int],
+    bad_rank: int,
+    strategy: str = "single",
 ) -> dict[str, Any]:
-    config = resolved(*SETTINGS, f"parallel={'ddp' if ranks.world_size > 1 else 'single'}", *overrides)
+    config = resolved(*SETTINGS, f"parallel={strategy}", *overrides)
     torch.set_num_threads(1)
     training = Trainer(config, Path(folder), ranks, store)
     model = training.state.model
@@ -66,11 +72,13 @@ def train(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
+    tmp_path: Path, strategy: str, world_size: int
+) -> None:
     bad = world_size - 1
     overrides = (f"parallel.devices={world_size}", "checkpoint.every_steps=3")
-    ended = in_ranks(train, world_size, str(tmp_path), overrides, {5}, bad)
+    ended = in_ranks(train, world_size, str(tmp_path), overrides, {5}, bad, strategy)
     for rank in ended:
         assert f"the loss is nan at step 5 (rank {bad})" in rank["message"]
         assert rank["step"] == 6, "expected all ranks to stop at the sync step"

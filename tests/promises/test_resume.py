@@ -168,6 +168,13 @@ def test_resumed_run_equals_uninterrupted_run(
     assert_resume_changes_nothing(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
 
 
+@pytest.mark.parametrize(("world_size", "stop_at"), [slow(2, 3), slow(2, EPOCH)])
+def test_resumed_run_equals_uninterrupted_run_under_fsdp(
+    undisturbed: Any, tmp_path: Path, world_size: int, stop_at: int
+) -> None:
+    assert_resume_changes_nothing(undisturbed, tmp_path, world_size, RANDOM, stop_at, "fsdp")
+
+
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("stop_at", [EPOCH, 3])
 def test_resumed_run_equals_uninterrupted_run_with_averaged_batchnorm(
@@ -185,10 +192,10 @@ def test_resumed_run_equals_uninterrupted_run_with_averaged_batchnorm(
 
 
 def assert_resume_changes_nothing(
-    undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int
+    undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int, strategy: str = ""
 ) -> None:
     """Check that a run stopped at a step and resumed writes the same outputs as an uninterrupted run."""
-    overrides = (*more, *spread(world_size))
+    overrides = (*more, *spread(world_size, strategy))
     whole = undisturbed(world_size, overrides)
     for until in (stop_at, None):
         in_ranks(train, world_size, str(tmp_path), config_of(overrides), until)
@@ -212,6 +219,13 @@ def assert_resume_changes_nothing(
         slow(spread(2), spread(3)),
         slow(spread(2, "dp"), spread(2)),
         slow(spread(2), spread(2, "dp")),
+        slow(spread(1), spread(2, "fsdp")),
+        slow(spread(2, "fsdp"), spread(1)),
+        slow(spread(2), spread(2, "fsdp")),
+        slow(spread(2, "fsdp"), spread(3, "fsdp")),
+        slow(spread(3, "fsdp"), spread(2)),
+        slow(spread(2, "fsdp"), spread(2, "dp")),
+        slow(spread(2, "dp"), spread(2, "fsdp")),
     ],
     ids=lambda overrides: "x".join(text.split("=")[1] for text in overrides),
 )
@@ -219,7 +233,7 @@ def test_resume_with_different_devices_keeps_samples_and_losses(
     undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     def processes(overrides: tuple[str, ...]) -> int:
-        return int(overrides[1].split("=")[1]) if "ddp" in overrides[0] else 1
+        return int(overrides[1].split("=")[1]) if overrides[0].endswith(("ddp", "fsdp")) else 1
 
     whole = undisturbed(1, ("optim=sgd", "optim.lr=0.01", *spread(1)))
     more = ("optim=sgd", "optim.lr=0.01")

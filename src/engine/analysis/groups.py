@@ -15,7 +15,7 @@ from src.engine.analysis.runs import RunRecord, varied
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summary, summarize
 from src.engine.analysis.wording import describe_settings, letter_of, model_name, percent
 
-COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2}  # custom strategies come last
+COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
 STRAGGLES = 1.1  # the report warns of a rank that takes this many times the median rank's time
 # Settings that do not change the training, or by which points and repeats of one group differ on purpose.
 _NOT_A_SETTING = (

@@ -59,7 +59,7 @@ class RunRecord:
             requested = self._override("parallel.devices")
             return int(requested) if requested.isdigit() else 0
         world = self.integer("world_size")
-        return world if self.strategy == "ddp" and world else self.integer("devices") or 0
+        return world if self.strategy in ("ddp", "fsdp") and world else self.integer("devices") or 0
 
     @property
     def nodes(self) -> int:

@@ -12,7 +12,7 @@ from src.engine.config.validate import refuse
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.ranks import starter
-from src.schema import TRACKERS, Config, DataConfig, ResolvedConfig, as_resolved
+from src.schema import TRACKERS, Config, DataConfig, ResolvedConfig, ResolvedParallel, as_resolved
 
 
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
@@ -40,7 +40,7 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     if parallel.backend == "auto":
         parallel.backend = "nccl" if parallel.accelerator == "cuda" else "gloo"
     resolved = as_resolved(config)
-    refuse(_unfit_batch(resolved))
+    refuse(_unfit_shards(resolved.parallel), _unfit_batch(resolved))
     return resolved
 
 
@@ -125,6 +125,8 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             yield f"{here}, and {parallel.strategy} needs one per replica"
         if local > cuda and parallel.backend != "gloo":
             yield f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, for a trial)"
+        if parallel.strategy == "fsdp" and parallel.backend in ("gloo", "mpi"):
+            yield f"parallel.backend={parallel.backend}: fsdp on CUDA needs nccl; leave it at auto, or use parallel=ddp"
         if parallel.output_device is not None and parallel.has_one_process and parallel.output_device >= cuda:
             yield f"parallel.output_device={parallel.output_device}: expected a number from 0 to {cuda - 1}"
         return
@@ -142,6 +144,13 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA"
     if config.train.precision == "tf32":
         yield f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; use fp32 or bf16"
+
+
+def _unfit_shards(parallel: ResolvedParallel) -> Iterator[str]:
+    size, devices = parallel.shard_size, parallel.devices
+    if size is not None and devices % size:
+        fitting = ", ".join(str(number) for number in range(2, devices + 1) if devices % number == 0)
+        yield f"parallel.shard_size={size}: does not divide the {devices} devices; use one of {fitting}, or null"
 
 
 def _unfit_batch(config: ResolvedConfig) -> Iterator[str]:

@@ -7,12 +7,13 @@ PHASES = (
     "starting",
     "reading a batch",
     "the forward pass",
+    "waiting for the other ranks' weights",
     "the backward pass",
     "evaluating",
     "waiting for the other ranks' counts",
     "saving",
 )
-STARTING, READING, FORWARD, BACKWARD, EVALUATING, COUNTING, SAVING = range(len(PHASES))
+STARTING, READING, FORWARD, GATHERING, BACKWARD, EVALUATING, COUNTING, SAVING = range(len(PHASES))
 
 
 class Liveness:

@@ -220,6 +220,24 @@ def devices_idle_under_dp(e: Evidence) -> ClaimResult:
     return evaluate_claim(e.comparisons("busy", "ddp", "dp"), "as busy as dp", rule, otherwise)
 
 
+def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
+    """Check that the fullest device under fsdp has a lower peak than any device under ddp, on equally many devices."""
+    of_ddp: dict[RunRecord, float] = {}
+    figures = []
+    for group, point in e.points("fsdp"):
+        ddp = group.at("ddp", point.devices)
+        if ddp and ddp.peak_bytes and point.peak_bytes:
+            of_ddp |= dict.fromkeys(point.runs, min(peak.low for peak in ddp.peak_bytes))
+            figures.append(f"{e.place(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")
+
+    def is_less(run: RunRecord) -> bool | None:
+        return max(run.peak_bytes) < of_ddp[run] if run in of_ddp and run.peak_bytes else None
+
+    if not figures:
+        return missing("ddp and fsdp on the same devices with their memory", "parallel=ddp,fsdp parallel.devices=2")
+    return e.in_every_run("fsdp", "the largest peak below those of ddp", is_less, figures=join_short(figures))
+
+
 _THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
 _ONE_MEMORY = "devices on CPU share one memory: the share of each, and the traffic between them, cannot be measured"
 _NVIDIA_ONLY = "utilization comes from NVML, which knows NVIDIA devices only"
@@ -243,15 +261,16 @@ _CLAIMS = (
         "",
     ),
     (16, "Devices idle under DP", devices_idle_under_dp, _NVIDIA_ONLY),
+    (18, "FSDP needs less memory per device than DDP", fsdp_needs_less_memory, _ONE_MEMORY),
 )
 
 
 def evaluate_claims(e: Evidence) -> list[ClaimResult]:
-    """Evaluate every claim. Return [] unless both dp and ddp ran, because every claim needs both."""
-    if not e.dp_and_ddp_ran:
-        return []
+    """Evaluate every claim about strategies that ran: claim 18 is about ddp and fsdp, all others about dp and ddp."""
     results = []
     for number, text, rule, not_on_cpu in _CLAIMS:
+        if not e.ran("ddp", "fsdp" if number == 18 else "dp"):
+            continue
         is_hidden = e.on_cpu and not_on_cpu
         result = ClaimResult(NOT_MEASURABLE, reason=not_on_cpu) if is_hidden else rule(e)
         results.append(replace(result, number=number, text=text))

@@ -57,11 +57,10 @@ class Evidence:
     def on_cpu(self) -> bool:
         return any(group.accelerator == "cpu" for group in self.groups)
 
-    @property
-    def dp_and_ddp_ran(self) -> bool:
-        """True if both strategies have a result on 2 devices or more. A skipped job has none."""
+    def ran(self, *strategies: str) -> bool:
+        """Return True if all `strategies` have a result on 2 devices or more. A skipped job has none."""
         ran = {run.strategy for run in self.runs if run.result and run.status != "skipped" and run.devices > 1}
-        return {"dp", "ddp"} <= ran
+        return ran.issuperset(strategies)
 
     def finished(self, strategy: str) -> list[RunRecord]:
         """Return the comparable runs of a strategy on 2 devices or more."""

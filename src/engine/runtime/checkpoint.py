@@ -16,6 +16,7 @@ import shutil
 import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,10 @@ def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]
 
 
 def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
-    """Return the training state as whole (unsharded) tensors and plain values, for a checkpoint. Collective."""
+    """Return the training state as whole (unsharded) tensors and plain values, for a checkpoint. Collective.
+
+    If the strategy shards, only rank 0 gets the tensors, in CPU memory; those of other ranks are empty.
+    """
     # Schedule and random draws are functions of the step, so they need no state here.
     parts = {
         "model": state.model.state_dict(),
@@ -171,10 +175,18 @@ def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
         "ema": None if state.ema is None else state.ema.module.state_dict(),
     }
     return {
-        **tree_map_only(Tensor, strategy.whole, parts),
+        **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),
         "buffers_by_rank": {name: strategy.buffers.by_rank(module) for name, module in state.modules.items()},
         "progress": dataclasses.asdict(state.progress),
     }
+
+
+def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
+    """Return a whole tensor for a file. One tensor at a time is on every device, never the whole model."""
+    whole = strategy.whole(tensor)
+    if not strategy.shards:
+        return whole
+    return whole.cpu() if strategy.is_first else torch.empty(0)
 
 
 def restore(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from src.engine.data.samplers import EvalSampler
 from src.engine.faults.liveness import COUNTING, EVALUATING, liveness
 from src.engine.metric import Metric
 from src.engine.parallel.group import ProcessGroup
+from src.engine.parallel.lockstep import Lockstep
 
 ImageLosses = Callable[[Tensor, Tensor], Tensor]  # scores [B, classes] and labels [B] -> losses [B]
 
@@ -76,6 +77,8 @@ def evaluate(
             totals[function] = total + function(scores, labels, losses)
         if keep_rows:
             rows.append((scores, labels))
+    if isinstance(model, Lockstep):
+        model.finish()
     liveness.at(COUNTING)
     if should_stop is not None and int(group.sum(stopped)):
         return None

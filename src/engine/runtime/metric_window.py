@@ -52,5 +52,6 @@ def check_finite(states: Iterable[dict[str, Tensor] | None], group: ProcessGroup
     """Raise NotFiniteError if any tensor in `states` is not finite on any rank. Call it before saving. Collective."""
     tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
-    if group.sum(bad.to(torch.int64)).item():
+    # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.
+    if any(group.gather(bool(bad))):
         raise NotFiniteError(f"the weights are not finite after step {step}, though its loss was", step)

@@ -41,14 +41,21 @@ def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str,
         if COUNTER in before:
             # Copied: groups that were one before must not share a tensor, which each of them would increment.
             group[COUNTER] = copy.deepcopy(before[COUNTER])
-    state = {index: saved["state"][name] for index, name in enumerate(names) if name in saved["state"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Before they are loaded, because loading copies them to the device.
+    state = {
+        index: {key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()}
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+        if name in saved["state"]
+    }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            # Only tensors like the parameter are sharded; a count of steps is whole on every rank.
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                values[key] = strategy.part(value, parameter)
     _check_state_is_complete(optimizer)
+
+
+def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
+    """Return this rank's part of a tensor like `parameter`. Other values, such as a count of steps, are never sharded."""
+    is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+    return strategy.part(value, parameter) if is_like else value
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:

@@ -1,0 +1,59 @@
+"""Parameters in parts (DTensors): the devices that hold them, and the way to whole tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from src.engine.faults.liveness import FORWARD, GATHERING, liveness
+
+
+def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
+    """Arrange the ranks by (copy of the model, part of it), or by part alone if all of them hold one copy. Collective."""
+    if shard_size in (None, world_size):
+        return init_device_mesh(device.type, (world_size,))
+    return init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which each rank has a part. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole `tensor`, which every rank has, so that none needs to send it."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def announce_waiting(module: nn.Module) -> None:
+    """Tell the watchdog when a forward pass waits for the weights of a sharded `module`, else it may name that rank."""
+
+    def wait(*_: Any) -> None:
+        if liveness.phase == FORWARD:
+            liveness.at(GATHERING)
+
+    def compute(*_: Any) -> None:
+        if liveness.phase == GATHERING:
+            liveness.at(FORWARD)
+
+    # Before and after the hook of FSDP2 that gathers.
+    module.register_forward_pre_hook(wait, prepend=True)
+    module.register_forward_pre_hook(compute)
+
+
+@contextmanager
+def unreduced(model: Any) -> Iterator[None]:
+    """Add up whole gradients on each rank of an FSDP2 `model` in the `with` block, instead of reducing them."""
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    yield
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)

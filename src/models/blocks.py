@@ -1,0 +1,62 @@
+"""Find the blocks of a model: the parts that fsdp gathers one after the other while a step goes through the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from timm.models import group_parameters
+from torch import nn
+
+# A step calls their items, and not always them.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Return the blocks of `model`. What is in no block, such as the head, is gathered at once for the whole step.
+
+    A model of your own may name its blocks with a method `shard_blocks()`. Otherwise a block is a module whose parameters
+    are in one of timm's groups (`group_matcher`) and whose class occurs twice, or without groups, any child with children,
+    also inside of containers.
+    """
+    if hasattr(model, "shard_blocks"):
+        return list(model.shard_blocks())
+    group_of: dict[str, int] = {}
+    if hasattr(model, "group_matcher"):
+        groups = group_parameters(model, model.group_matcher(coarse=False))
+        group_of = {name: number for number, names in groups.items() for name in names}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    blocks = [block for block in _blocks_in(model, "", group_of) if not _shares_parameters(block, uses)]
+    if not group_of:
+        return blocks
+    # Without stems: one returns a view, and a model may add a position to it in place, which FSDP2 does not allow.
+    classes = Counter(type(block) for block in blocks)
+    return [block for block in blocks if classes[type(block)] > 1]
+
+
+def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}."
+        groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
+        # A single layer is too small to be gathered alone.
+        if not groups or next(child.children(), None) is None:
+            continue
+        if hasattr(child, "group_matcher"):
+            yield from blocks_of(child)
+        elif len(groups) > 1 or isinstance(child, CONTAINERS):
+            yield from _blocks_in(child, path, group_of)
+        else:
+            yield child
+
+
+def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
+    """Return True if a parameter of `block` is used outside of it too: tied weights would be torn apart."""
+    inside = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+    return any(uses[number] > count for number, count in inside.items())
+
+
+def vector_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that hold only vectors (norms, layer scales): under autocast they compute in float32."""
+    own = ((module, list(module.parameters(recurse=False))) for module in model.modules())
+    return [module for module, parameters in own if parameters and all(p.ndim == 1 for p in parameters)]

@@ -1,0 +1,76 @@
+"""FSDP2: every rank holds a part of every parameter, gathered block by block while a step goes through the model.
+
+Gradients, optimizer state and averaged weights are in parts too. Checkpoints hold whole tensors, as under every strategy.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from src.engine.parallel import shards
+from src.engine.parallel.communication import Communication
+from src.engine.parallel.lockstep import Lockstep
+from src.engine.parallel.shard_traffic import ShardTraffic
+from src.models.blocks import blocks_of, vector_layers
+from src.parallel.distributed import Distributed
+
+
+class FullySharded(Distributed):
+    """FSDP2 strategy: each rank drives one device, and `shard_size` of them (by default all) hold a model together."""
+
+    shards = True
+    # Type in which parameters are gathered, if not their own.
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        return shards.device_mesh(self.device, self.group.world_size, self.config.shard_size)
+
+    def wrap(self, step: Any) -> nn.Module:
+        # step.model is the model under autocast.
+        self.model, self.dtype = step.model.model, step.model.dtype
+        # As DDP does: parts of models that differ would make up a model that no rank has built.
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.group.broadcast(tensor.detach())
+        self.lay_out(self.model)
+        module: nn.Module = step
+        return module
+
+    def lay_out(self, module: nn.Module) -> None:
+        # Parts are rows of contiguous tensors, so with model.channels_last only images keep that format.
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+        # Inputs stay as they are: autocast chooses the type for each operation.
+        low = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        full = MixedPrecisionPolicy(cast_forward_inputs=False)
+        policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
+        # From the inside out, because a module takes the parameters that its blocks have left.
+        for part in dict.fromkeys([*policies, *blocks_of(module), module]):
+            policy = policies.get(part, full if self.dtype is None else low)
+            fully_shard(part, mesh=self.mesh, reshard_after_forward=self.config.reshard_after_forward, mp_policy=policy)
+            shards.announce_waiting(part)
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        # evaluate.py shards nothing.
+        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        return Lockstep(model, self.group, self.device) if is_sharded else model
+
+    def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        return shards.unreduced(self.model)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return shards.whole(tensor)
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        return shards.part(tensor, like)
+
+    def communication(self, wrapped: nn.Module) -> Communication:
+        world, kept = self.group.world_size, self.config.reshard_after_forward is False
+        return ShardTraffic(world, self.config.shard_size or world, self.dtype, kept) if world > 1 else Communication()
