@@ -542,7 +542,10 @@ class SweepConfig:
     repeats: int | str = number(1, ge=1, help="Blocks that run every point once, with new seeds; auto: see precision.")
     precision: float = number(0.05, gt=0, help="repeats=auto ends when half the 95 % interval of each ratio is less.")
     max_repeats: int = number(10, ge=2, help="Largest number of blocks with repeats=auto.")
-    smallest_difference: float = number(0.03, gt=0, le=1, help="Smallest relative difference in speed that matters.")
+    smallest_difference: float = number(
+        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
+    )
+    baseline: str | None = key(None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first.")
     shuffle: bool | None = key(None, help="Draw a new order of points in each block; null: if repeats > 1.")
     resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
     dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
@@ -679,6 +682,13 @@ def metric_directions(task: str | None = None) -> dict[str, bool]:
 
     metrics = metrics_of("classification") | metrics_of("multilabel") if task is None else metrics_of(task)
     return {name: metric.lower_is_better for name, metric in metrics.items()}
+
+
+def proportions() -> list[str]:
+    """Return the names of the metrics in src/train/metrics.py that are proportions, from 0 to 1."""
+    from src.train.metrics import METRICS, MULTILABEL_METRICS
+
+    return [name for name, metric in (METRICS | MULTILABEL_METRICS).items() if metric.is_proportion]
 
 
 def loss_names() -> list[str]:

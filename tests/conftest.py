@@ -115,6 +115,7 @@ def _no_child(*arguments: object, **options: object) -> None:
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the plots of reports, which take most of their time."""
     monkeypatch.setattr("src.engine.report.plots.draw", lambda group: [])
+    monkeypatch.setattr("src.engine.report.report.draw_settings", lambda group: [])
 
 
 @pytest.fixture(scope="module")

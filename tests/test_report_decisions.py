@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 from report_sweeps import SPEEDS, Sweep, full_sweep, read
 
+from src.engine.analysis.groups import Group, group_runs
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED
+from src.engine.report.collect import collect
+from src.engine.report.tables import disturbed_table
 
 pytestmark = pytest.mark.usefixtures("without_plots")
+
+
+def group_of(folder: Path) -> Group:
+    [group] = group_runs(collect([folder]))
+    return group
 
 
 def contrasts(plain: dict[str, Any], measure: str = "images_per_sec") -> dict[tuple[str, str], dict[str, Any]]:
@@ -22,7 +30,9 @@ def test_recommendation_has_ratio_interval_and_command(tmp_path: Path) -> None:
     lead = plain["lead"]
     contrast = lead["contrast"]
     ratio, low, high = (f"{contrast[key]:.2f}" for key in ("ratio", "low", "high"))
-    assert lead["sentence"] == f"ddp on 4 devices is {ratio} × as fast as single (95 % interval {low} to {high})."
+    first, _, second = lead["sentence"].partition(" A second")
+    assert first == f"ddp on 4 devices is {ratio} × as fast as single (95 % interval {low} to {high})."
+    assert second.startswith(" device pays: ddp on 2 devices runs at 1.9")
     assert lead["command"] == "python train.py parallel=ddp parallel.devices=4"
     assert lead["contrast"]["verdict"] == SUPPORTED
     assert lead["sentence"] in html and lead["command"] in html and lead["command"] in markdown
@@ -120,7 +130,9 @@ def test_run_with_a_warning_is_marked_and_kept(tmp_path: Path) -> None:
     sweep.add("single", 1, 1005, block=3)
     html, _, plain = read(sweep.write())
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 4
-    assert "Flagged: run 15 (ddp × 2): the second half ran 20 % slower." in html and "4, 1 flagged" in html
+    [row] = disturbed_table(group_of(sweep.folder)).rows
+    assert row == {"disturbed run": "15", "point": "ddp × 2", "why": "the second half ran 20 % slower"}
+    assert row["why"] in html.replace("\u00a0", " ") and "4, 1 flagged" in html
 
 
 def test_run_with_concurrent_jobs_is_shown_but_not_compared(tmp_path: Path) -> None:
@@ -260,7 +272,8 @@ def test_recommendation_names_the_most_common_disturbance(tmp_path: Path) -> Non
         sweep.add("single", 1, 1000 + number, block=number, flags=[f"other programs kept {number} processors busy"])
     html, _, plain = read(sweep.write())
     assert "(other programs kept 0 processors busy)" in plain["lead"]["sentence"]
-    assert html.count("Flagged: run") == 12 and "Flagged: 8 more, in report.csv." in html
+    table = disturbed_table(group_of(sweep.folder))
+    assert len(table.rows) == 12 and "8 more" in table.notes[0] and table.notes[0] in html
 
 
 def test_dp_on_cpu_is_excluded_from_speed_comparisons(tmp_path: Path) -> None:

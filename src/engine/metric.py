@@ -26,4 +26,5 @@ class Metric:
     from_sums: Callable[[Tensor, int], float | None] | None = None
     from_rows: Callable[[Tensor, Tensor], float | None] | None = None
     lower_is_better: bool = False
+    is_proportion: bool = False  # from 0 to 1; the report shows it in percent
     min_classes: int = 0  # with fewer, it has no value

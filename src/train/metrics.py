@@ -74,14 +74,14 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
 LOSS = Metric(total_loss, lambda total, samples: total.item() / samples, lower_is_better=True)
 METRICS: dict[str, Metric] = {
     "loss": LOSS,
-    "acc": Metric(confusion, lambda counts, samples: counts.diag().sum().item() / samples),
-    "acc5": Metric(hits_in_top5, lambda hits, samples: hits.item() / samples, min_classes=6),
+    "acc": Metric(confusion, lambda counts, samples: counts.diag().sum().item() / samples, is_proportion=True),
+    "acc5": Metric(hits_in_top5, lambda hits, samples: hits.item() / samples, is_proportion=True, min_classes=6),
 }
 # Metrics for train.task=multilabel.
 MULTILABEL_METRICS: dict[str, Metric] = {
     "loss": LOSS,
-    "map": Metric(from_rows=mean_average_precision),
-    "f1_macro": Metric(count_labels, macro_f1),
+    "map": Metric(from_rows=mean_average_precision, is_proportion=True),
+    "f1_macro": Metric(count_labels, macro_f1, is_proportion=True),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from src.engine.analysis.selection import choose
 from src.engine.analysis.statistics import (
     INCONCLUSIVE,
     LEVEL,
@@ -18,7 +19,6 @@ from src.engine.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
     Estimate,
-    choose,
     decide,
     estimate,
     summarize,

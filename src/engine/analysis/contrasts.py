@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from src.engine.analysis.groups import Group, MeasuredPoint
-from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.recommendation import Recommendation, command
+from src.engine.analysis.selection import choose
 from src.engine.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
+    NOT_SUPPORTED,
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
-    choose,
     decide,
     estimate,
 )
 from src.engine.analysis.wording import interval_text, join_short, percent, times, verdict_text, with_range
 from src.engine.machine.text import plural
-from src.schema import TrainConfig
 
 SPEED = "images_per_sec"
 # Speed is the subject of a sweep and has LEVEL. The other measures share a fifth of it, so that a page on which nothing
@@ -77,17 +76,6 @@ def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLES
     return [replace(group, contrasts=contrasts[group], smallest_difference=smallest_difference) for group in groups]
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """Recommended configuration of a group. Has no point and command if the measurements are inconclusive."""
-
-    group: Group
-    sentence: str
-    command: str = ""
-    point: str | None = None  # its label
-    contrast: Contrast | None = None
-
-
 def recommend(group: Group) -> Recommendation:
     if group.disturbed:
         disturbed = [run for run in group.runs if run.flags]
@@ -128,7 +116,8 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
         if not against:
             return None, f"{describe(point)}: {with_range(point.speed)} images/s. There is nothing to compare it with."
-        second = max(against, key=lambda contrast: contrast.ratio or 0)
+        # The question is if more devices pay; other settings of one device come last.
+        second = max(against, key=lambda contrast: (group.named(contrast.a).devices > 1, contrast.ratio or 0))
         other = group.named(second.a)
         gain = {1: "from another setting", 2: "from a second device"}.get(other.devices, "from more devices")
         ratio = f"runs at {times(second)} the speed of {describe(point)}{interval_text(second)}"
@@ -142,7 +131,20 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
     sentence = f"{describe(point)} is {times(contrast)} as fast as single{interval_text(contrast)}."
     if contrast.verdict != SUPPORTED:
         sentence += f" The claim that it is faster is {verdict_text(contrast)}."
-    return contrast, sentence
+    return contrast, sentence + _second_device(group, point)
+
+
+def _second_device(group: Group, point: MeasuredPoint) -> str:
+    """Return the sentence on the best point of two devices; empty if `point` is that point, or none was compared."""
+    pairs = [(p, c) for p in group.points if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None]
+    if point.devices == 2 or not pairs:
+        return ""
+    other, contrast = max(pairs, key=lambda pair: pair[1].ratio or 0)
+    begin = {
+        SUPPORTED: "A second device pays",
+        NOT_SUPPORTED: "A second device does not pay",
+    }.get(contrast.verdict, "Inconclusive for a second device")
+    return f" {begin}: {describe(other)} runs at {times(contrast)} the speed of single{interval_text(contrast)}."
 
 
 def describe(point: MeasuredPoint) -> str:
@@ -154,23 +156,3 @@ def describe(point: MeasuredPoint) -> str:
     if point.options:
         text += f" with {point.options}"
     return text
-
-
-def command(run: RunRecord) -> str:
-    """Return the command that trains with the settings of this run, but without the step limit of a benchmark."""
-    full: dict[str, object] = {}
-    if run.config.get("train.max_steps") is not None:
-        # The benchmark also chose the epochs, which it did not reach.
-        defaults = TrainConfig()
-        full = {
-            "train.max_steps": "null",
-            "train.epochs": defaults.epochs,
-            "train.evaluate_every": defaults.evaluate_every,
-        }
-    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
-    if run.overrides:
-        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
-        dropped = ("hydra.", "hydra/", "sweep.")
-        kept = [key for key in given if not key.startswith(dropped) and key not in ("debug", "print_config", *full)]
-        arguments = [given[key] for key in kept]
-    return shlex.join(["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())])

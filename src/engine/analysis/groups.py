@@ -11,30 +11,25 @@ from typing import Any
 
 import pandas as pd
 
-from src.engine.analysis.runs import RunRecord, varied
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summary, summarize
-from src.engine.analysis.wording import describe_settings, letter_of, model_name, percent
+from src.engine.analysis.configurations import NOT_A_SETTING, Configuration, summarize_columns, varied
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
+from src.engine.analysis.wording import describe_settings, model_name, percent
 
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
 STRAGGLES = 1.1  # the report warns of a rank that takes this many times the median rank's time
-# Settings that do not change the training, or by which points and repeats of one group differ on purpose.
-_NOT_A_SETTING = (
-    *("parallel.", "paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
-    *("task_name", "seed", "resume", "print_config", "optimized_metric"),
-    *("model.name", "data.batch_size"),  # fields of the group
-)
+# Settings by which the points of one group differ on purpose, and fields of the group.
+_NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
 
 @dataclass(frozen=True)
-class MeasuredPoint:
+class MeasuredPoint(Configuration):
     """All runs (repeats) of one strategy on one number of devices and nodes."""
 
     strategy: str
     devices: int
     nodes: int
     options: str  # parallel options that differ from other points with this strategy and device count
-    runs: tuple[RunRecord, ...]
-    letter: str = ""  # stands for `options` in labels; a note below the table explains it
 
     @property
     def label(self) -> str:
@@ -43,48 +38,24 @@ class MeasuredPoint:
     @property
     def suffix(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{nodes} ({self.letter})" if self.letter else nodes
-
-    @property
-    def is_simulated(self) -> bool:
-        return any(run.is_simulated for run in self.runs)
+        return f"{nodes} ({self.options})" if self.options else nodes
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         return next((run.needless_threads for run in self.runs if run.needless_threads), None)
 
-    @property
-    def speed(self) -> Summary | None:
-        """Images per second over the repeats; None for dp over CPU threads, whose speed is meaningless."""
-        return None if self.is_simulated else self.measure("images_per_sec")
-
-    @property
-    def repeats(self) -> list[RunRecord]:
-        """Runs within blocks, without the two extra runs of the baseline, the first of which warms the machine up."""
-        return [run for run in self.runs if run.block is not None]
-
-    def measure(self, name: str) -> Summary | None:
-        return summarize(run.measure(name) for run in self.repeats)
-
     @cached_property
     def metrics(self) -> dict[str, Summary]:
         """Headline metric over the repeats, by name: one entry if all repeats have the same checkpoint.metric."""
-        return _summarize_columns({run.metric: run.metric_value} for run in self.repeats)
+        return summarize_columns({run.metric: run.metric_value} for run in self.repeats)
 
     @cached_property
     def parts(self) -> dict[str, Summary]:
-        return _summarize_columns(run.profiled_parts for run in self.repeats)
+        return summarize_columns(run.profiled_parts for run in self.repeats)
 
     @property
     def flagged(self) -> int:
         return sum(bool(run.flags) for run in self.repeats)
-
-    @cached_property
-    def peak_bytes(self) -> list[Summary]:
-        """Peak memory per device, over the repeats that recorded the largest number of devices."""
-        peaks = [dict(enumerate(run.peak_bytes)) for run in self.repeats]
-        devices = max(map(len, peaks), default=0)
-        return list(_summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values())
 
     @property
     def stragglers(self) -> list[str]:
@@ -92,18 +63,9 @@ class MeasuredPoint:
         return [
             f"{self.label}: {rank} needs {percent(share.median - 1)} longer for its part of a step "
             "(data and computing) than the median rank."
-            for rank, share in _summarize_columns(run.rank_shares for run in self.runs).items()
+            for rank, share in summarize_columns(run.rank_shares for run in self.runs).items()
             if share.median >= STRAGGLES
         ]
-
-
-def _summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
-    columns: dict[str, list[float | None]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            columns[str(name)].append(value)
-    summaries = {name: summarize(column) for name, column in columns.items()}
-    return {name: summary for name, summary in summaries.items() if summary}
 
 
 @dataclass(frozen=True)
@@ -206,7 +168,7 @@ class Group:
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
     """Group the finished runs, without contrasts. Groups are sorted by size; points by strategy and devices."""
     comparable = [run for run in runs if run.comparable]
-    settings = [key for key in varied(comparable) if not key.startswith(_NOT_A_SETTING)]
+    settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
     # `data.workers=auto` may give strategies different numbers, which does not count as a difference in settings.
     workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
     if "data.workers" in settings and len(workers) == len({(strategy, devices) for strategy, devices, _ in workers}):
@@ -241,9 +203,8 @@ def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
         options = [key for key in varied(members) if key.startswith("parallel.")]
         members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
         for text, repeats in groupby(members, key=lambda run: describe_settings(run, options, "parallel.")):
-            points.append(MeasuredPoint(strategy, devices, nodes, text, tuple(repeats)))
-    texts = list(dict.fromkeys(point.options for point in points if point.options))
-    return tuple(replace(p, letter=letter_of(texts.index(p.options))) if p.options else p for p in points)
+            points.append(MeasuredPoint(tuple(repeats), strategy, devices, nodes, text))
+    return tuple(points)
 
 
 def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,6 +43,7 @@ class RunRecord:
     position: int | None = None  # in run order
     overrides: tuple[str, ...] = ()
     model_option: str = ""  # the file of conf/model; empty if Hydra did not record it
+    is_trial: bool = False  # of a search
     result: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -162,14 +162,21 @@ class RunRecord:
 
     @property
     def metric(self) -> str:
-        """Name of the headline metric, e.g. `val/loss`, by which the best checkpoint is chosen."""
+        """Name of the headline metric, e.g. `val/loss`: what a search optimizes, else what chooses the best checkpoint."""
+        if self.is_trial and self.config.get("optimized_metric"):
+            return str(self.config["optimized_metric"])
         return str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
 
     @property
+    def is_benchmark(self) -> bool:
+        """True if the run was to measure speed in a few steps."""
+        is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
+        return bool(is_timed) and self.config.get("train.max_steps") is not None
+
+    @property
     def metric_value(self) -> float | None:
-        """Value of the headline metric. None for a benchmark, whose few steps (train.max_steps) say nothing."""
-        is_benchmark = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
-        if not self.config or (is_benchmark and self.config.get("train.max_steps") is not None):
+        """Value of the headline metric. None for a benchmark, whose few steps say nothing."""
+        if not self.config or self.is_benchmark:
             return None
         return self.number(self.metric.replace("/", "."))
 
@@ -244,15 +251,3 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
-    """Return the config keys that differ between the runs, with their values; a missing key counts as null."""
-    return {key: seen for key, seen in values(run.config for run in runs).items() if len(seen) > 1}
-
-
-def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the distinct values of each key over flat trees; None where a tree lacks the key. Skips empty trees."""
-    known = [tree for tree in trees if tree]
-    keys = dict.fromkeys(key for tree in known for key in tree)
-    return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}

@@ -1,8 +1,9 @@
-"""Confidence intervals and verdicts for ratios of repeated measurements. Pure functions.
+"""Confidence intervals and verdicts for ratios and differences of repeated measurements. Pure functions.
 
-The model is that of randomized complete blocks: log(value) = point + block + noise, with one noise for all points. Its
-intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter 9) also serves blocks that lack a point or
-hold one twice. Holm (1979) keeps the chance of any wrong statement in a family at `level`.
+The model is that of randomized complete blocks: value = point + block + noise on a scale (for speed the logarithm, see
+scales.py), with one noise for all points. Its intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter
+9) also serves blocks that lack a point or hold one twice. Holm (1979) keeps the chance of any wrong statement in a family
+at `level`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # Student's t and its quantiles; scipy.stats takes a second to import
+
+from src.engine.analysis.scales import RATIO, Scale
 
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
@@ -27,7 +31,7 @@ MOST_BLOCKS = 1000  # the report never advises more
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of log(a / b) for two points. `difference` is None if no chain of shared blocks connects them."""
+    """Estimate of a - b on `scale`, for speed log(a / b). `difference` is None if no chain of blocks connects a and b."""
 
     a: str
     b: str
@@ -37,6 +41,14 @@ class Estimate:
     freedom: int = 0  # residual degrees of freedom; 0: the rows do not show the noise
     noise: float = 0.0  # residual standard deviation of one measurement
     points: int = 2
+    scale: Scale = RATIO
+    level: float = 0.0  # of b on the scale, a mean over the blocks
+
+    @property
+    def better(self) -> float:
+        """Return the difference, positive if a is better than b."""
+        assert self.difference is not None
+        return self.scale.sign * self.difference
 
     @property
     def p(self) -> float:
@@ -49,17 +61,29 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Ratio a / b of two points with its interval, and a verdict on the statement "a is more than b"."""
+    """Ratio a / b or difference a - b of two points with its interval, and a verdict on "a is better than b"."""
 
     a: str
     b: str
-    ratio: float | None
+    effect: float | None  # a ratio or a difference, see `scale`
     low: float | None  # of the interval at the level that Holm's rule leaves to this contrast; None: noise unknown
     high: float | None
     n: int
     verdict: str
-    detectable: float | None = None  # smallest difference (0.1: 10 %) that POWER of such sweeps show
+    detectable: float | None = None  # smallest difference (of a ratio 0.1: 10 %) that POWER of such sweeps show
     blocks_needed: int | None = None  # if inconclusive: blocks for a verdict, if the estimate stays; None: unknown
+
+    scale: Scale = RATIO
+
+    @property
+    def ratio(self) -> float | None:
+        return self.effect if self.scale.is_ratio else None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the contrast as an entry of report.json, with the effect as `ratio` or `difference`."""
+        names = {"effect": "ratio" if self.scale.is_ratio else "difference"}
+        return {names.get(key, key): value for key, value in vars(self).items() if key != "scale"}
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -76,20 +100,24 @@ class Contrast:
         return NOT_SUPPORTED if high < limit else INCONCLUSIVE
 
 
-def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-    """Estimate log(a / b) for each pair of points (a, b), with the block effects removed.
+def estimate(
+    rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
+) -> list[Estimate]:
+    """Estimate a - b on the scale for each pair of points (a, b), with the block effects removed.
 
-    Name only pairs that will be stated. `rows`: (point, block, value) of every measurement; values <= 0 are ignored.
+    Name only pairs that will be stated. `rows`: (point, block, value) of every measurement. Values outside the domain of
+    the scale, such as values <= 0 for a ratio, are ignored.
     """
-    known = [row for row in rows if 0 < row[2] < math.inf]
+    known = [(name, block, shift) for name, block, value in rows if math.isfinite(shift := scale.to(value))]
     counts = Counter(name for name, *_ in known)
     named: list[tuple[str, object]] = [("point", row[0]) for row in known] + [("block", row[1]) for row in known]
     columns = {name: column for column, name in enumerate(dict.fromkeys(named))}
     design = np.zeros((len(known), len(columns)))
     for line, (name, block, _) in zip(design, known, strict=True):
         line[[columns["point", name], columns["block", block]]] = 1
-    values = np.log([value for *_, value in known])
-    values -= values.mean() if known else 0.0
+    values = np.array([value for *_, value in known])
+    middle = float(values.mean()) if known else 0.0
+    values -= middle
     information = design.T @ design
     inverse = np.linalg.pinv(information, hermitian=True, rcond=1e-9)
     effects = inverse @ design.T @ values
@@ -110,7 +138,10 @@ def estimate(rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[st
             estimates.append(Estimate(a, b, n))
             continue
         error = noise * math.sqrt(float(weights @ inverse @ weights))
-        estimates.append(Estimate(a, b, n, float(weights @ effects), error, freedom, noise, len(counts)))
+        blocks = [effects[column] for (kind, _), column in columns.items() if kind == "block"]
+        level = middle + float(effects[columns["point", b]] + np.mean(blocks))
+        difference = float(weights @ effects)
+        estimates.append(Estimate(a, b, n, difference, error, freedom, noise, len(counts), scale, level))
     return estimates
 
 
@@ -134,33 +165,32 @@ def decide(
     return [_contrast(e, levels.get(id(e), level), smallest_difference) for e in estimates]
 
 
-def _contrast(e: Estimate, level: float, smallest: float) -> Contrast:
+def _contrast(e: Estimate, level: float, share: float) -> Contrast:
     if e.difference is None:
-        return Contrast(e.a, e.b, None, None, None, e.n, NOT_MEASURABLE)
-    ratio = math.exp(e.difference)
+        return Contrast(e.a, e.b, None, None, None, e.n, NOT_MEASURABLE, scale=e.scale)
+    effect = e.scale.effect(e.level, e.difference)
     if not e.freedom:
-        return Contrast(e.a, e.b, ratio, None, None, e.n, INCONCLUSIVE)
+        return Contrast(e.a, e.b, effect, None, None, e.n, INCONCLUSIVE, scale=e.scale)
     reach = float(stdtrit(e.freedom, 1 - level / 2)) * e.error
     power = float(stdtrit(e.freedom, POWER)) * e.error
-    # With one degree of freedom and a large family, exp overflows.
-    with np.errstate(over="ignore"):
-        low = float(np.exp(e.difference - reach))
-        high = float(np.exp(e.difference + reach))
-        detectable = float(np.expm1(reach + power))
-    if high < 1 + smallest:
+    low, high = (e.scale.effect(e.level, e.difference + side * reach) for side in (-1, 1))
+    detectable = abs(e.scale.effect(e.level, e.scale.sign * (reach + power)) - e.scale.none)
+    smallest = e.scale.smallest_shift(e.level, share)
+    if e.better + reach < smallest:
         verdict = NOT_SUPPORTED
-    elif low > 1:
+    elif e.better - reach > 0:
         verdict = SUPPORTED
     else:
         verdict = INCONCLUSIVE
     needed = _blocks_needed(e, level, smallest) if verdict == INCONCLUSIVE else None
-    return Contrast(e.a, e.b, ratio, low, high, e.n, verdict, detectable, needed)
+    return Contrast(e.a, e.b, effect, low, high, e.n, verdict, detectable, needed, e.scale)
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
-    """Return how many blocks suffice for a verdict if the estimate stays: for or against a difference of `smallest`."""
-    assert e.difference is not None
-    margin = max(e.difference, math.log1p(smallest) - e.difference)
+    """Return how many blocks suffice for a verdict if the estimate stays: for or against a shift of `smallest`."""
+    margin = max(e.better, smallest - e.better)
+    if margin <= 0:
+        return None
 
     def enough(blocks: int) -> bool:
         freedom = max(1, (blocks - 1) * (e.points - 1))
@@ -172,31 +202,13 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     return candidates[index] if index < len(candidates) else None
 
 
-def choose(
-    rows: Iterable[tuple[str, object, float]],
-    simplest_first: Sequence[str],
-    smallest_difference: float = SMALLEST_DIFFERENCE,
-) -> tuple[str, Contrast | None, list[str]] | None:
-    """Return the recommended point, its contrast with the fastest point if simpler, and the points not compared.
-
-    The recommendation is the point with the highest estimate, or the simplest one whose interval shows it at most
-    `smallest_difference` slower. ("The simplest that cannot be excluded" would let one disturbed run, which widens all
-    intervals, decide.) Points that no chain of blocks connects with it are not compared. None without rows.
-    """
-    rows = list(rows)
-    measured = {name for name, _, value in rows if value > 0}
-    names = [name for name in simplest_first if name in measured]
-    if not names:
+def mean_interval(values: Iterable[float], scale: Scale) -> tuple[float, float] | None:
+    """Return the 95 % interval (Student's t) of a mean, computed on the scale; None for fewer than two values."""
+    shifts = np.array([scale.to(value) for value in values])
+    if len(shifts) < 2:
         return None
-    estimates = estimate(rows, [(name, names[0]) for name in names])
-    differences = {e.a: e.difference for e in estimates if e.difference is not None}
-    apart = [name for name in names if name not in differences]
-    best = max(differences, key=lambda name: differences[name])
-    for to_best in estimate(rows, [(name, best) for name in names[: names.index(best)]]):
-        [contrast] = decide([to_best], smallest_difference)
-        if contrast.exceeds(1 - smallest_difference) == SUPPORTED:
-            return contrast.a, contrast, apart
-    return best, None, apart
+    reach = float(stdtrit(len(shifts) - 1, 1 - LEVEL / 2) * shifts.std(ddof=1)) / math.sqrt(len(shifts))
+    return scale.back(float(shifts.mean()) - reach), scale.back(float(shifts.mean()) + reach)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.scales import Scale
 from src.engine.analysis.statistics import INCONCLUSIVE, Contrast, Summary
 from src.engine.config.suggest import timm_models
 from src.engine.machine.text import yaml_text
@@ -15,14 +16,14 @@ MOST_SHOWN = 1000  # times; a larger end of an interval is not shown
 
 def verdict_text(contrast: Contrast) -> str:
     """Format the verdict and its reason, e.g. `inconclusive: without repeats the noise is unknown`."""
-    if contrast.ratio is None:
+    if contrast.effect is None:
         return f"{contrast.verdict}: no block has figures of both"
     if contrast.verdict != INCONCLUSIVE:
         return contrast.verdict
     if contrast.detectable is None:
         return f"{contrast.verdict}: without repeats the noise is unknown; use sweep.repeats=5"
     blocks = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
-    smallest = percent(contrast.detectable, 1)
+    smallest = size_text(contrast.scale, contrast.detectable)
     return f"{contrast.verdict}: this sweep can detect a difference of {smallest}; a verdict needs {blocks} blocks"
 
 
@@ -38,11 +39,43 @@ def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
     return f" ({level}{contrast.low:.2f} to {high})"
 
 
-def ratio_text(contrast: Contrast | None) -> str:
-    """Format ratio and interval for a table, e.g. `1.90 × (1.80 to 2.00)`; a dash without a ratio."""
-    if contrast is None or contrast.ratio is None:
+def effect_text(contrast: Contrast | None) -> str:
+    """Format effect and interval for a table, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4 to +14.4)`; else a dash."""
+    if contrast is None or contrast.effect is None:
         return DASH
-    return times(contrast) + interval_text(contrast, "")
+    if contrast.scale.is_ratio:
+        return times(contrast) + interval_text(contrast, "")
+    ends = [_signed(contrast.scale, end) for end in (contrast.low, contrast.high) if end is not None]
+    return _signed(contrast.scale, contrast.effect) + (f" ({' to '.join(ends)})" if ends else "")
+
+
+def _signed(scale: Scale, difference: float) -> str:
+    return f"{100 * difference:+.1f}" if scale.is_proportion else ("+" if difference > 0 else "") + figure(difference)
+
+
+def size_text(scale: Scale, size: float) -> str:
+    """Format the size of an effect without its sign: `12.0 %` of a ratio, `7.9 points` of a proportion, else a number."""
+    if scale.is_ratio:
+        return percent(size, 1)
+    return f"{100 * size:.1f} points" if scale.is_proportion else figure(size)
+
+
+def value_text(scale: Scale, value: float | None) -> str:
+    if value is None:
+        return DASH
+    return percent(value, 1) if scale.is_proportion else figure(value)
+
+
+def difference_text(contrast: Contrast) -> str:
+    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`; a higher loss is worse."""
+    assert contrast.effect is not None
+    sign = 1 if contrast.effect > 0 else -1
+    text = f"{size_text(contrast.scale, abs(contrast.effect))} {'higher' if sign > 0 else 'lower'}"
+    if contrast.low is None or contrast.high is None:
+        return text
+    low, high = sorted((sign * contrast.low, sign * contrast.high))
+    low_text, high_text = (size_text(contrast.scale, end).removesuffix(" points") for end in (low, high))
+    return f"{text} (95 % interval {low_text} to {high_text})"
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -97,8 +130,3 @@ def rounded(count: int) -> str:
 
 def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
     return ", ".join(f"{key.removeprefix(prefix)}={yaml_text(run.config.get(key))}" for key in keys)
-
-
-def letter_of(number: int) -> str:
-    """Convert 0, 1, … to the letters a, b, … z, aa, ab, …"""
-    return (letter_of(number // 26 - 1) if number >= 26 else "") + "abcdefghijklmnopqrstuvwxyz"[number % 26]

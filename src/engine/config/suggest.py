@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.machine.secrets import is_secret_key
-from src.schema import REMOVED, Config, leaves, metric_directions
+from src.schema import REMOVED, Config, leaves, metric_directions, proportions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -115,8 +115,16 @@ def objectives() -> list[str]:
 
 def is_lower_better(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, must be minimized."""
-    name = objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best")
-    return metric_directions().get(name, False)
+    return metric_directions().get(_metric_name(objective), False)
+
+
+def is_proportion(objective: str) -> bool:
+    """Return True if `objective`, a value of `optimized_metric`, is from 0 to 1."""
+    return _metric_name(objective) in proportions()
+
+
+def _metric_name(objective: str) -> str:
+    return objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best")
 
 
 @cache

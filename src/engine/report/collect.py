@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.runs import RunRecord, as_number
 from src.engine.config.removed import is_obsolete
 from src.engine.record.jobs import Job, read_jobs
-from src.engine.record.result import read_result
+from src.engine.record.result import read_metrics, read_result
 
 # Prefer libyaml's loader: the parser in Python needs 15 ms per config, a minute for a large study.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -69,18 +69,26 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         block=job.block if job else 0,
         position=job.position if job else None,
         overrides=tuple(job.overrides) if job else (),
-        model_option=_model_option(folder),
+        model_option=_option(folder, "model"),
+        is_trial=_option(folder, "search") not in ("", "null"),
         result=result,
         config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
         environment=_read(folder / "environment.json", "JSON", json.loads),
     )
 
 
-def _model_option(folder: Path) -> str:
-    """Return the name of the conf/model file from Hydra's records. Searches the text, because parsing takes 10 ms."""
+def read_curve(folder: Path, metric: str) -> dict[int, float]:
+    """Return the values of a metric of a run by step; empty if it was not logged."""
+    path = folder / "metrics.jsonl"
+    lines = read_metrics(path) if path.is_file() else ()
+    return {line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None}
+
+
+def _option(folder: Path, group: str) -> str:
+    """Return the file of a config group from Hydra's records. Searches the text, because parsing takes 10 ms."""
     path = folder / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    match = re.search(r"^    choices:\n(?:      .*\n)*?      model: (\S+)$", text, re.MULTILINE)
+    match = re.search(rf"^    choices:\n(?:      .*\n)*?      {group}: (\S+)$", text, re.MULTILINE)
     return match[1] if match else ""
 
 

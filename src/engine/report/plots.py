@@ -29,6 +29,8 @@ PARTS = {
     "other_ms": ("everything else", "#c9c9c9", ".."),
 }
 STYLE = Path(__file__).with_name("plots.mplstyle")
+HEIGHT = 3.2  # inches
+RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 MOST_POINTS, MOST_LINES = 24, 8  # in one plot, the fastest ones; the tables and the data files have all
 
 
@@ -44,28 +46,29 @@ def draw(group: Group) -> list[Plot]:
     fastest = sorted(group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True)
     shown = [point.label for point in fastest[:MOST_POINTS]]
     runs = group.speeds
+    scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
     plots: dict[str, tuple[pd.DataFrame, Callable[[Axes, pd.DataFrame], None]]] = {
         "ratios": (_ratios(group), _paint_ratios),
-        "speed": (runs if runs["point"].nunique() > 1 else runs[:0], _paint_speeds),
+        "speed": (runs if scales else runs[:0], _paint_speeds),
         "step": (_steps(group), _paint_steps),
         "memory": (_memory(group), _paint_memory),
-        "order": (runs if runs["point"].duplicated().any() else runs[:0], _paint_order),
     }
     drawn = []
     for name, (frame, paint) in plots.items():
         picked = frame[frame[frame.columns[0]].isin(shown)].reset_index(drop=True)
         if len(picked):
-            drawn.append(Plot(name, _svg(paint, picked, f"{group.title}{name}"), frame))
+            # Each ratio needs a line of text.
+            height = 0.9 + 0.24 * len(picked) if name == "ratios" else HEIGHT
+            drawn.append(Plot(name, svg(paint, picked, f"{group.title}{name}", height), frame))
     return drawn
 
 
-def _svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: str) -> str:
+def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: str, height: float = HEIGHT) -> str:
+    """Return the plot as SVG for a page. `salt` makes its ids unique and reproducible; `height` is in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": salt}, fname=STYLE):
-        # Each ratio needs a line of text.
-        height = max(3.2, 0.6 + 0.19 * len(frame)) if paint is _paint_ratios else 3.2
         # Without pyplot there is no display and no global state.
         figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = figure.add_subplot()
@@ -76,37 +79,42 @@ def _svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt:
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :].rstrip()
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :].rstrip()
+    drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
     # Matplotlib counts ids from 1 in every figure, but the ids of a page must be unique.
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", svg)
-    return svg.replace(INK, "currentColor")
+    drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
+    drawn = re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", drawn)
+    return drawn.replace(INK, "currentColor")
 
 
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
-    known = [contrast for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
+    known = [contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
     return pd.DataFrame(known, columns=columns).assign(of_interest=group.smallest_difference)
 
 
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axvline(1, color=QUIET, linewidth=0.8)
     axes.axvspan(1, 1 + frame["of_interest"].iloc[0], color=QUIET, alpha=0.25, linewidth=0)
-    # Longer intervals are cut at the edge of the plot.
+    # Longer intervals are cut at the edge of the plot. 1/2 and 2 are equally far from 1.
     end = 4 * max(1, frame["ratio"].max())
+    axes.set_xscale("log")
     for y, row in enumerate(frame.itertuples()):
         detectable = min(row.detectable, end)
         axes.plot([1 / (1 + detectable), 1 + detectable], [y, y], color=QUIET, alpha=0.45, linewidth=6, zorder=1)
         marker, color = LOOKS.get(str(row.a).split(" ")[0], OTHER)
-        reach = [[row.ratio - row.low], [min(row.high, end) - row.ratio]]
+        reach = [[row.ratio - max(row.low, 1 / end / end)], [min(row.high, end) - row.ratio]]
         axes.errorbar(row.ratio, y, xerr=reach, fmt=marker, color=color, capsize=3, markersize=5, linewidth=1.2)
     axes.set_yticks(range(len(frame)), frame["a"] + " over " + frame["b"])
     axes.invert_yaxis()
     axes.margins(y=0.5 / len(frame))
     left, right = axes.get_xlim()
-    axes.set_xlim(max(left, 0), min(right, end))
+    left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
+    axes.set_xlim(left, right)
+    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlabel("ratio of images/s")
 
 
@@ -165,18 +173,6 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
         bars = axes.bar(centers, peaks["gib"], width, yerr=reach, color=color, **looks)
         bars.patches[0].set_hatch("///")
     _name_bars(axes, list(frame["point"].unique()), "peak, GiB per device")
-
-
-def _paint_order(axes: Axes, frame: pd.DataFrame) -> None:
-    axes.axhline(1, color=QUIET, linewidth=0.8)
-    for strategy, runs in frame.groupby("strategy", sort=False):
-        marker, color = LOOKS.get(str(strategy), OTHER)
-        axes.plot(runs.index + 1, runs["relative"], marker, color=color, markersize=4.5, label=strategy)
-    _ring(axes, frame.set_index(frame.index + 1)[frame["flagged"].to_numpy()]["relative"])
-    low, high = frame["relative"].min(), frame["relative"].max()
-    margin = 0.02 + 0.06 * (high - low)
-    axes.set_ylim(min(0.9, low - margin), max(1.1, high + margin))
-    axes.set(xlabel="run, in order", ylabel="images/s over its point's median")
 
 
 def _ring(axes: Axes, flagged: pd.Series[Any]) -> None:

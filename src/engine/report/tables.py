@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from src.engine.analysis.configurations import values
 from src.engine.analysis.groups import Group, MeasuredPoint
-from src.engine.analysis.runs import RunRecord, values
+from src.engine.analysis.runs import RunRecord
 from src.engine.analysis.statistics import Summary
 from src.engine.analysis.wording import (
     DASH,
+    effect_text,
     figure,
     join_short,
     percent,
-    ratio_text,
     verdict_text,
     with_range,
 )
@@ -68,7 +69,7 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
         "runs": f"{len(point.repeats)}{flagged}",
         "images/s": _summary(point.speed, hidden),
-        "over single (95 %)": NOT_HERE if hidden else ratio_text(group.over_single(point)),
+        "over single (95 %)": NOT_HERE if hidden else effect_text(group.over_single(point)),
         "efficiency": figure(efficiency) if efficiency else DASH,
         "ms per step": _summary(point.measure("step_ms"), hidden),
         "p95": _median(point.measure("step_ms_p95"), hidden),
@@ -85,7 +86,7 @@ def contrasts_table(group: Group) -> Table:
     rows = [
         {
             "A over B, images/s": f"{contrast.a} over {contrast.b}",
-            "ratio (95 %)": ratio_text(contrast),
+            "ratio (95 %)": effect_text(contrast),
             "A faster than B?": "disturbed: no verdict" if group.disturbed else verdict_text(contrast),
             "min. detectable difference": DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
@@ -93,6 +94,14 @@ def contrasts_table(group: Group) -> Table:
         for contrast in group.contrasts.get("images_per_sec", ())
     ]
     return Table(rows, "Comparisons", text_columns=["A over B, images/s", "A faster than B?"])
+
+
+def disturbed_table(group: Group) -> Table:
+    """Return a row per disturbed run with the reasons, at most MOST_NAMED."""
+    flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
+    rows = [{"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)} for r, p in flagged[:MOST_NAMED]]
+    notes = [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."] if len(flagged) > MOST_NAMED else []
+    return Table(rows, "Disturbed runs, which are kept", notes, ["disturbed run", "point", "why"])
 
 
 def parts_table(group: Group) -> Table:
@@ -146,7 +155,7 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def _notes(group: Group) -> list[str]:
-    notes = list(dict.fromkeys(f"({point.letter}) {point.options}" for point in group.points if point.letter))
+    notes = []
     if group.single is None:
         notes.append("No run of single on 1 device is done here, so there is no ratio to it and no efficiency.")
     if any(point.is_simulated for point in group.points):
@@ -159,8 +168,6 @@ def _notes(group: Group) -> list[str]:
     outliers = speeds[speeds["relative"] < OUTLIER]
     slow = [f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s." for run in outliers.itertuples()]
     notes += _named("Outlier, kept", slow)
-    flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
-    notes += _named("Flagged", [f"run {run.name} ({point.label}): {'; '.join(run.flags)}." for run, point in flagged])
     for _, baseline in speeds[speeds["block"].isna()].groupby("sweep")["images_per_sec"]:
         notes.append(f"The baseline, first and last: {' and '.join(map(figure, baseline))} images/s.")
     return notes

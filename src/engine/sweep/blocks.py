@@ -22,7 +22,7 @@ from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
 from src.engine.sweep.board import counted
 from src.engine.sweep.points import Point, freeze_job, names_of
-from src.schema import SweepConfig
+from src.schema import SweepConfig, leaves
 
 if TYPE_CHECKING:
     from src.engine.analysis.statistics import Contrast
@@ -31,9 +31,14 @@ MIN_BLOCKS = 3  # of sweep.repeats=auto; fewer leave the intervals too few degre
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Refuse sweep.repeats if the sweep also varies the seed."""
+    """Refuse sweep.repeats if the sweep also varies the seed, and a sweep.baseline that no point has."""
     if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
         raise ValueError(f"sweep.repeats={settings.repeats}: block b has seed + b, but seed is swept; drop one of them")
+    if settings.baseline is not None:
+        from src.engine.analysis.settings import check_baseline  # slow to import
+
+        configs = [{key: value for key, value, _ in leaves(point.config)} for point in points]
+        check_baseline(settings.baseline, [point.overrides for point in points], configs)
 
 
 def count_blocks(settings: SweepConfig) -> int:

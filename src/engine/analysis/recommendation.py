@@ -1,0 +1,47 @@
+"""Headline result of a group of configurations, with the command that trains the recommended one."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.statistics import Contrast
+from src.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from src.engine.analysis.groups import Group
+    from src.engine.analysis.settings import SettingGroup
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Headline result of a group. Has no point and command if the measurements are inconclusive."""
+
+    group: Group | SettingGroup
+    sentence: str
+    command: str = ""
+    point: str | None = None  # its label
+    contrast: Contrast | None = None
+    value: float | None = None  # of the headline metric, corrected for the choice; None on a page about speed
+
+
+def command(run: RunRecord) -> str:
+    """Return the command that trains with the settings of this run, but without the step limit of a benchmark."""
+    full: dict[str, object] = {}
+    if run.is_benchmark:
+        # The benchmark also chose the epochs, which it did not reach.
+        defaults = TrainConfig()
+        full = {
+            "train.max_steps": "null",
+            "train.epochs": defaults.epochs,
+            "train.evaluate_every": defaults.evaluate_every,
+        }
+    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
+    if run.overrides:
+        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+        dropped = ("hydra.", "hydra/", "sweep.")
+        kept = [key for key in given if not key.startswith(dropped) and key not in ("debug", "print_config", *full)]
+        arguments = [given[key] for key in kept]
+    return shlex.join(["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())])

@@ -1,0 +1,82 @@
+"""Scales on which the noise of a measure is about equal for all configurations. Differences are tested on a scale.
+
+- Ratio: logarithm; the result is a ratio. For images/s, seconds and counts.
+- Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal near 0, 1/2 and 1
+  (Bartlett, 1947). The result is a difference of proportions.
+- Level: logarithm for a positive measure whose spread grows with its level, such as a loss, else the value itself. The
+  result is a difference in the unit of the measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Scale of a measure. `level` is the estimate of the second configuration, and `shift` the difference, on the scale."""
+
+    name: str
+    to: Callable[[float], float]  # NaN for a value outside the domain
+    back: Callable[[float], float]
+    is_ratio: bool = False  # state a ratio, else a difference
+    lower_is_better: bool = False
+    is_proportion: bool = False
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.lower_is_better else 1
+
+    @property
+    def none(self) -> float:
+        """Return the effect of a shift of 0."""
+        return 1.0 if self.is_ratio else 0.0
+
+    def effect(self, level: float, shift: float) -> float:
+        """Convert a shift to a ratio, or to a difference in the unit of the measure."""
+        return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
+
+    def smallest_shift(self, level: float, share: float) -> float:
+        """Return the smallest shift of interest, a positive number.
+
+        `share` is relative: to the value, or for a proportion to what is still missing to a perfect score. An accuracy
+        of 0.90 must gain 0.3 points to have 3 % fewer errors.
+        """
+        if self.is_ratio:
+            return math.log1p(share)
+        value = self.back(level)
+        distance = 1 - value if self.is_proportion and not self.lower_is_better else abs(value)
+        return abs(self.to(value + self.sign * share * distance) - level)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if 0 < value < math.inf else math.nan
+
+
+def _exp(shift: float) -> float:
+    # With one degree of freedom and a large family, exp would raise OverflowError.
+    return math.exp(shift) if shift < 700 else math.inf
+
+
+def _arcsine(value: float) -> float:
+    return math.asin(math.sqrt(value)) if 0 <= value <= 1 else math.nan
+
+
+def _sine(angle: float) -> float:
+    """Return the proportion. Angles beyond 0 or 1 give 0 or 1."""
+    return math.sin(min(max(angle, 0.0), math.pi / 2)) ** 2
+
+
+RATIO = Scale("ratio", _log, _exp, is_ratio=True)
+
+
+def proportion_scale(lower_is_better: bool = False) -> Scale:
+    return Scale("arcsine", _arcsine, _sine, lower_is_better=lower_is_better, is_proportion=True)
+
+
+def level_scale(is_positive: bool, lower_is_better: bool = False) -> Scale:
+    if is_positive:
+        return Scale("log", _log, _exp, lower_is_better=lower_is_better)
+    return Scale("identity", float, float, lower_is_better=lower_is_better)

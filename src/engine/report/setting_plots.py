@@ -1,0 +1,140 @@
+"""Plots of a sweep over settings: values with their seeds, learning curves, the swept keys, and the metric against speed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from src.engine.analysis.settings import Setting, SettingGroup
+from src.engine.report.collect import read_curve
+from src.engine.report.plots import INK, MOST_LINES, MOST_POINTS, QUIET, Plot, svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
+DASHES = ("-", "--", "-.", ":")
+MOST_STEPS = 100  # evaluations of a curve; longer ones are thinned
+MOST_CELLS = 100  # of a heat map
+DECADES = 10  # values that span this factor have a logarithmic axis
+
+
+def draw_settings(group: SettingGroup) -> list[Plot]:
+    """Draw every plot for which this group has measurements; of many settings the best ones and the baseline."""
+    sign, factor = group.scale.sign, 100 if group.scale.is_proportion else 1
+    ranked = sorted(group.settings, key=lambda setting: (setting is not group.baseline, -sign * setting.mean))
+    name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
+    shown = [setting for setting in group.settings if setting in ranked[:MOST_POINTS]]
+    runs = pd.DataFrame(
+        [[s.label, str(block), value * factor] for s in group.settings for block, value in s.values.items()],
+        columns=["setting", "block", "value"],
+    )
+    plots = []
+    if len(group.settings) > 1:
+        picked = runs[runs["setting"].isin([setting.label for setting in shown])]
+        height = 0.9 + 0.24 * len(shown)
+        plots.append(
+            Plot("values", svg(partial(_paint_values, name=name), picked, f"{group.title}values", height), runs)
+        )
+    curves = _curves([s for s in group.settings if s in ranked[:MOST_LINES]], group.metric, factor)
+    if len(curves) > curves["setting"].nunique():
+        plots.append(Plot("curves", svg(partial(_paint_curves, name=name), curves, f"{group.title}curves"), curves))
+    table = pd.DataFrame([{**s.settings, "mean": s.mean * factor} for s in group.settings])
+    keys = group.keys
+    if len(keys) == 1 and len(table) > 2 and (numbers := _numbers(table[keys[0]])):
+        line = runs.assign(x=runs["setting"].map(dict(zip((s.label for s in group.settings), numbers, strict=True))))
+        paint = partial(_paint_line, name=name, key=keys[0])
+        plots.append(Plot("key", svg(paint, line, f"{group.title}key"), line))
+    elif len(keys) == 2 and all(table[key].nunique() > 1 for key in keys) and len(table) <= MOST_CELLS:
+        plots.append(Plot("keys", svg(partial(_paint_heat, name=name), table, f"{group.title}keys"), table))
+    speeds = pd.DataFrame(
+        [[s.label, s.speed.median, s.mean * factor] for s in shown if s.speed],
+        columns=["setting", "images_per_sec", "mean"],
+    )
+    if len(speeds) > 1:
+        plots.append(
+            Plot("tradeoff", svg(partial(_paint_tradeoff, name=name), speeds, f"{group.title}tradeoff"), speeds)
+        )
+    return plots
+
+
+def _numbers(values: pd.Series[str]) -> list[float] | None:
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return None
+    return numbers if all(map(math.isfinite, numbers)) else None
+
+
+def _paint_values(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+    labels = list(dict.fromkeys(frame["setting"]))
+    means = frame.groupby("setting")["value"].mean()
+    axes.plot(frame["value"], frame["setting"].map(labels.index), "o", color=COLORS[0], alpha=0.6, markersize=4.5)
+    axes.plot(means[labels], range(len(labels)), "|", color=INK, markersize=13, markeredgewidth=1.8)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(y=0.6 / len(labels))
+    axes.grid(axis="y", color=QUIET, alpha=0.25, linewidth=0.6)
+    axes.set_xlabel(name)
+
+
+def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
+    """Return mean, smallest and largest value over the seeds at each step that all runs of a setting evaluated."""
+    rows = []
+    for setting in settings:
+        steps: dict[int, list[float]] = defaultdict(list)
+        runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.repeats]
+        for curve in runs:
+            for step, value in curve.items():
+                steps[step].append(value * factor)
+        known = [(step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)]
+        stride = math.ceil(len(known) / MOST_STEPS)
+        # The last evaluation is always kept.
+        for step, values in reversed(known[:: -stride or None]):
+            rows.append([setting.label, step, sum(values) / len(values), min(values), max(values)])
+    return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
+
+
+def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+    for number, (label, curve) in enumerate(frame.groupby("setting", sort=False)):
+        color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+        axes.fill_between(curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
+        axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.4, label=label)
+    axes.set(xlabel="step", ylabel=name)
+
+
+def _paint_line(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
+    means = frame.groupby("x")["value"].mean()
+    axes.plot(means.index, means, "-", color=INK, linewidth=1.2)
+    axes.plot(frame["x"], frame["value"], "o", color=COLORS[0], alpha=0.6, markersize=4.5)
+    if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
+        axes.set_xscale("log")
+    axes.set(xlabel=key, ylabel=name)
+
+
+def _paint_heat(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+    x, y = frame.columns[:2]
+    columns, rows = list(dict.fromkeys(frame[x])), list(dict.fromkeys(frame[y]))
+    cells = frame.pivot_table(index=y, columns=x, values="mean").reindex(index=rows, columns=columns)
+    axes.pcolormesh(cells.to_numpy(), cmap="Blues", edgecolors="white", linewidth=1)
+    dark = 0.4 * cells.min().min() + 0.6 * cells.max().max()
+    for row, of_row in enumerate(cells.to_numpy()):
+        for column, value in enumerate(of_row):
+            color = "black" if value <= dark else "white"
+            axes.text(column + 0.5, row + 0.5, f"{value:.3g}", ha="center", va="center", color=color)
+    axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
+    axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
+    axes.set(xlabel=x, ylabel=y, title=name)
+
+
+def _paint_tradeoff(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+    for number, row in enumerate(frame.itertuples()):
+        color, marker = COLORS[number % len(COLORS)], "os^Dv"[number % 5]
+        label = row.setting if len(frame) <= MOST_LINES else None
+        axes.plot(row.images_per_sec, row.mean, marker, color=color, markersize=6, label=label)
+    axes.set(xlabel="images/s", ylabel=name)
+    axes.set_xlim(left=0)

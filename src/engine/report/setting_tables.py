@@ -1,0 +1,78 @@
+"""Convert the settings of a sweep to a table of text, and a table to Markdown or LaTeX for an article."""
+
+from __future__ import annotations
+
+import re
+
+from src.engine.analysis.settings import Setting, SettingGroup
+from src.engine.analysis.wording import DASH, effect_text, figure, size_text, value_text, verdict_text, with_range
+from src.engine.report.tables import Table
+
+MOST_ROWS = 60  # of the page, the best ones; report.json has all
+VERDICT, DETECTABLE = "better?", "min. detectable difference"
+
+
+def settings_table(group: SettingGroup) -> Table:
+    """Return a row per setting in the order of the sweep, without columns that are empty for all settings."""
+    sign = group.scale.sign
+    ranked = sorted(group.settings, key=lambda setting: (setting is not group.baseline, -sign * setting.mean))
+    shown = [setting for setting in group.settings if setting in ranked[:MOST_ROWS]]
+    rows = [_row(group, setting) for setting in shown]
+    filled = {name for row in rows for name, text in row.items() if text not in (DASH, "")} | set(group.keys)
+    rows = [{name: text for name, text in row.items() if name in filled} for row in rows]
+    notes = [group.note] if group.note else []
+    if len({len(setting.values) for setting in group.settings}) > 1:
+        notes.append(
+            f"Some settings have a value of fewer {group.unit_of_repeats}s. If their other runs failed, their mean is that "
+            "of the runs that survived, and may be too good."
+        )
+    if len(shown) < len(group.settings):
+        notes.append(f"{len(group.settings) - len(shown)} more settings, in report.json.")
+    caption = f"{group.metric} by setting: mean over the {group.unit_of_repeats}s"
+    text = [*group.keys, "setting", VERDICT]
+    return Table(rows, caption, notes, text, [setting.runs for setting in shown])
+
+
+def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
+    is_baseline = setting is group.baseline and len(group.settings) > 1
+    contrast = group.contrast(setting)
+    unit = ", points" if group.scale.is_proportion else ""
+    lower = ", lower is better" if group.scale.lower_is_better else ""
+    peak = max((peak.median for peak in setting.peak_bytes), default=None)
+    detectable = contrast.detectable if contrast else None
+    return {
+        **(setting.settings or {"setting": setting.label}),
+        f"{group.unit_of_repeats}s": str(len(setting.values)),
+        f"{group.metric}{lower}": value_text(group.scale, setting.mean),
+        "sd": _deviation(group, setting),
+        f"difference{unit} (95 %)": "baseline" if is_baseline else effect_text(contrast),
+        VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",
+        DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
+        "images/s": with_range(setting.speed) if setting.speed else DASH,
+        "memory, MiB": DASH if peak is None else figure(peak / 2**20),
+    }
+
+
+def _deviation(group: SettingGroup, setting: Setting) -> str:
+    if setting.deviation is None:
+        return DASH
+    return f"{100 * setting.deviation:.1f}" if group.scale.is_proportion else figure(setting.deviation)
+
+
+def for_article(table: Table, kind: str) -> str:
+    """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts and links."""
+    columns = [name for name in table.rows[0] if name not in (VERDICT, DETECTABLE)]
+    lines = [columns] + [[row[name] for name in columns] for row in table.rows]
+    if kind == "markdown":
+        ruled = [lines[0], ["---" if name in table.text_columns else "---:" for name in columns], *lines[1:]]
+        return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in ruled)
+    align = "".join("l" if name in table.text_columns else "r" for name in columns)
+    head, *body = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    )
+
+
+def _latex(text: str) -> str:
+    escaped = re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", r"\textbackslash "))
+    return escaped.replace("–", "--").replace("×", r"$\times$").replace(DASH, "---").replace("~", r"\textasciitilde ")
