@@ -257,7 +257,7 @@ def body(folder: str) -> dict[str, Any]:
 
 def test_config_yaml_is_identical_for_every_scheduler(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     same = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "parallel.threads_per_device=1")
-    monkeypatch.setattr("src.engine.launch.job.run_ranks", lambda *_: (_ for _ in ()).throw(SystemExit(0)))
+    monkeypatch.setattr("src.engine.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0)))
     starts = {"local": (), "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), "pods": KUBERNETES}
     for name, overrides in starts.items():
         try:

@@ -57,10 +57,10 @@ def test_doctor_suggests_no_remedy_when_machine_has_no_problems(gpus: int) -> No
 @pytest.mark.parametrize(
     ("gpus", "cores", "tried"),
     [
-        (0, 8, {"single": 1, "dp": 2, "ddp": 2}),
+        (0, 8, {"single": 1, "dp": 2, "ddp": 2, "fsdp": 2}),
         (0, 1, {"single": 1}),
         (1, 8, {"single": 1}),
-        (4, 8, {"single": 1, "dp": 4, "ddp": 4}),
+        (4, 8, {"single": 1, "dp": 4, "ddp": 4, "fsdp": 4}),
     ],
 )
 def test_doctor_tries_every_strategy_that_could_run(gpus: int, cores: int, tried: dict[str, int]) -> None:

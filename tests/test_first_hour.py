@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Train, in_ranks, resolved
+from conftest import Train, in_ranks, resolved, run_warm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -121,6 +121,23 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
     with caplog.at_level(logging.INFO):
         show_end(config, Path("outputs/x"), result, [], [])
     assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
+def test_console_reports_an_early_stop(epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    config = resolved("parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss")
+    with caplog.at_level(logging.INFO):
+        show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
+    assert any("2 evaluations without a better val/loss" in line for line in caplog.messages) == is_early
+
+
+@pytest.mark.processes
+def test_epoch_line_shows_an_evaluation_only_in_its_epoch(tmp_path: Path) -> None:
+    folder = run_warm(
+        tmp_path / "run", "parallel=single", "train.epochs=5", "train.evaluate_every=2", "data.limit_train=64"
+    )
+    lines = [line for line in (folder / "console.txt").read_text().splitlines() if line.startswith("epoch ")]
+    assert ["val/" in line for line in lines] == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])

@@ -37,10 +37,10 @@ def test_rule_added_by_a_fork_is_called_without_engine_changes() -> None:
 
 
 def test_strategy_option_is_refused_when_a_different_strategy_is_chosen() -> None:
-    assert set(strategy_options().values()) == {"dp", "ddp"}
+    assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
-        for strategy in ("auto", "single", "dp", "ddp", "src.parallel.single.Single"):
+        for strategy in ("auto", "single", "dp", "ddp", "fsdp", "src.parallel.single.Single"):
             parallel = ParallelConfig(strategy=strategy, process_per_device=False if "." in strategy else None)
             setattr(parallel, key, 1)
             if strategy == owner:

@@ -273,7 +273,10 @@ def test_timm_options_change_the_training(outcomes: Callable[[str], dict[str, Ou
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("parallel=dp", "parallel.devices=2", "model.compile=true"), r"model\.compile=true: .* use ddp or single"),
+        (
+            ("parallel=dp", "parallel.devices=2", "model.compile=true"),
+            r"model\.compile=true: expected ddp or single, but parallel=dp",
+        ),
         (("parallel=ddp", "parallel.devices=2", "model.sync_bn=true"), r"^model\.sync_bn=true: .*CUDA"),
         (
             ("parallel=ddp", "parallel.devices=2", "parallel.dist_bn=reduce", "parallel.broadcast_buffers=true"),

@@ -88,8 +88,7 @@ class Trainer:
         at_start = check_replicas_at_start(self.state.model, strategy)
         show_banner(parts, self.folder)
         with Console(strategy.is_first, parts.total_steps, self.progress.step) as self.console:
-            step = self.progress.step
-            self.recorder = Recorder(self.config, self.folder, strategy.is_first, self.console, step)
+            self.recorder = Recorder(self.config, self.folder, strategy.is_first, self.console, self.progress.step)
             self.on_close.callback(self.recorder.close)
             stop_handler.request = self.group.stop.request
             try:
@@ -174,13 +173,15 @@ class Trainer:
     def end_epoch(self) -> None:
         """End an epoch: evaluate, record training means and memory, and save a checkpoint."""
         parts, progress, train = self.parts, self.progress, self.config.train
-        number, is_best = progress.epoch + 1, False
-        if progress.step >= parts.total_steps or (train.evaluate_every and number % train.evaluate_every == 0):
+        number, is_best, val = progress.epoch + 1, False, {}
+        is_due = train.evaluate_every and number % train.evaluate_every == 0
+        if is_due or progress.step >= parts.total_steps:
             with parts.hooks.aside(EVALUATING):
                 is_best = self.evaluate("val", may_stop=True)
+                val = parts.numbers["val"]
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         self.recorder.memory(progress.step, parts.epochs_done, self.strategy.telemetry.memory())
-        self.recorder.epoch(number, train.epochs, progress.epoch_means, parts.numbers.get("val", {}))
+        self.recorder.epoch(number, train.epochs, progress.epoch_means, val)
         self.save(is_best)
 
     def evaluate(self, split: str, may_stop: bool = False) -> bool:

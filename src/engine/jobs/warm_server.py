@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.launch.supervisor import with_project_on_path
+from src.engine.machine.platform import KILL
 from src.engine.machine.process import SAFE_PATH, limit_job
 from src.schema import Config
 
@@ -127,7 +127,7 @@ class WarmServer:
             print(f"The server that forks jobs has ended (exit code {code}): jobs start as commands", file=sys.stderr)
         for job in self.jobs.values():
             job.is_lost = job.signaled is None
-            job.returncode = -(job.signaled or signal.SIGKILL)
+            job.returncode = -(job.signaled or KILL)
         self.jobs.clear()
 
 

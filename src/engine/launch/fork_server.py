@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from src.engine.launch import job, rank
 from src.engine.machine.lock import forget_locks
-from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.platform import KILL, STOP_SIGNALS
 from src.engine.machine.process import limit_job
 
 
@@ -147,7 +147,7 @@ class ForkedRank:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        self.send_signal(KILL)
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:

@@ -113,6 +113,9 @@ def _paint_line(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
     axes.plot(frame["x"], frame["value"], "o", color=COLORS[0], alpha=0.6, markersize=4.5)
     if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
         axes.set_xscale("log")
+        # Matplotlib's own labels are formulas, which the SVG would show as text.
+        axes.set_xticks(list(means.index), [f"{value:g}" for value in means.index])
+        axes.minorticks_off()
     axes.set(xlabel=key, ylabel=name)
 
 
@@ -137,4 +140,4 @@ def _paint_tradeoff(axes: Axes, frame: pd.DataFrame, name: str) -> None:
         label = row.setting if len(frame) <= MOST_LINES else None
         axes.plot(row.images_per_sec, row.mean, marker, color=color, markersize=6, label=label)
     axes.set(xlabel="images/s", ylabel=name)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.08 * frame["images_per_sec"].max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
     config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
     loading = f"{plural(workers, 'loader process', 'es')} per rank" if workers else "read without loader processes"
     steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
-    if config.train.max_steps is not None:
+    if run.total_steps == config.train.max_steps:
         steps = f"{run.total_steps} (max_steps)"
     if run.state.progress.step:
         steps += f", from {run.state.progress.step}"
@@ -67,7 +68,11 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
     """Log the run folder, its results and `views` of trackers. `segments`: a line each, if settings changed."""
     log.info("run folder   %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
-    target, loss = config.train.target_loss, result.train.get("loss")
+    train = config.train
+    # Only early_stop ends a run before both limits.
+    if train.early_stop and result.epochs < train.epochs and result.steps < (train.max_steps or math.inf):
+        log.info("stopped      %d evaluations without a better %s", train.early_stop, config.checkpoint.metric)
+    target, loss = train.target_loss, result.train.get("loss")
     if target is not None:
         values = f"train/loss {_number(loss)}, train.target_loss={target:g}"
         if loss is not None and loss <= target:
