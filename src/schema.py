@@ -445,7 +445,9 @@ class TrainConfig:
     accumulate: int = number(1, ge=1, help="Batches per optimizer step.")
     evaluate_every: int = number(1, ge=0, help="Epochs between two evaluations; 0: only at the end.")
     target_loss: float | None = number(None, gt=0, help="The last lines state whether train/loss fell below it.")
-    early_stop: int | None = number(None, ge=1, help="Stop after so many evaluations without a better metric.")
+    early_stop: int | None = number(
+        None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
+    )
     loss: str = key("ce", help="A name in LOSSES of src/train/losses.py (ce, bce, asl), or `src.<module>.<Class>`.")
     task: str = choice("classification", "classification", "multilabel", help="One label per image, or any number.")
     class_weights: Any = key(None, help="Weights of the classes in the loss: auto (by frequency) or a list.")
@@ -457,7 +459,7 @@ class TrainConfig:
 
     @property
     def untimed_steps(self) -> int | None:
-        """Steps before timing starts, with profile_steps: 10 to warm up, 1 to start the profiler, and profile_steps."""
+        """Number of steps before timing starts: 10 warm-up steps, one to start the profiler, and the profiled steps."""
         return None if self.profile_steps is None else 11 + self.profile_steps
 
     def problems(self, whole: Config) -> Iterator[str]:

@@ -86,6 +86,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         _drop(root, [*recipes, *figures], "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]))
     record = {"name": name, "template_commit": commit}
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    # `git commit -a` would leave a new file out.
+    _git(root, "add", ".template.json")
 
 
 def _drop(root: Path, paths: Sequence[str], named: str) -> None:

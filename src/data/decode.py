@@ -58,7 +58,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Tensor:
     try:
         # Reading from a pipe may never return.
         if not path.is_file() and path.exists():
-            raise UnreadableImageError(f"{path}: not a file; remove it")
+            raise UnreadableImageError(f"{path}: not a regular file; remove it from the image folder")
         encoded = path.read_bytes()
     except OSError as error:
         raise UnreadableImageError(f"{path}: cannot be read ({error.strerror}); remove or replace it") from None

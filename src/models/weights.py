@@ -31,12 +31,12 @@ def load_weights(
 
     In training, a timm model gets its tensors adapted as timm adapts its pretrained weights: names of original files,
     position embeddings of another image size, and a first convolution of other channels. The head is loaded if all of its
-    tensors fit, and the file has the data's `class_names` or none. All other tensors must come from the file, unless
-    `strict` is false (model.weights_strict). In evaluation, every tensor must come from the file as it is.
+    tensors fit, and the file has the data's `class_names` or none. In training, all other tensors must come from the file,
+    unless `strict` is false (model.weights_strict). In evaluation, every tensor must come from the file as it is.
 
     The file is .safetensors, a checkpoint of this project or of timm, or a bare state dict, read with `weights_only`. Of
-    raw and averaged weights, this loads those that checkpoint.metric evaluates, or timm's averaged ones. It removes the
-    prefixes that DataParallel, DDP and torch.compile put before names.
+    raw and averaged weights, this loads those whose value the checkpoint.metric of that run was, or timm's averaged ones. It
+    removes the prefixes that DataParallel, DDP and torch.compile put before names.
     """
     file = _read(path)
     own = model.state_dict()

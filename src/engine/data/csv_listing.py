@@ -94,7 +94,7 @@ def divide(rows: Sequence[Row], data: DataConfig) -> dict[str, list[Row]]:
             divided["train"].append(row)
     if data.fold is not None and not divided["val"]:
         folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
-        raise ValueError(f"data.fold={data.fold}: {path} has no line of this fold; it has {folds}")
+        raise ValueError(f"data.fold={data.fold}: {path} has no line with this fold; its folds are {folds}")
     return divided
 
 

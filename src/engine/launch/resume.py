@@ -85,7 +85,7 @@ def records_of(folder: Path) -> dict[Path, bytes]:
 
 
 def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
-    """Restore the files that `records_of` read."""
+    """Write back the files of a run whose resume was refused. `records`: from `records_of`."""
     for name in ("result.json", CODE_DIFF):
         (folder / name).unlink(missing_ok=True)
     for path, content in records.items():

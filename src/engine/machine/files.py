@@ -16,7 +16,7 @@ from src.engine.machine.secrets import hide, hide_in
 def claim_folder(path: Path) -> Path:
     """Create and return the folder `path`; if it exists, `path_1`, `path_2` …. Two runs never share a folder."""
     if not path.name:
-        raise ValueError(f"hydra.run.dir={path}: names no folder; expected the path of a new one")
+        raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
     if (shown := hide(str(path))) != str(path):
         raise ValueError(f"hydra.run.dir={shown}: contains a secret; change it, or task_name")
     try:

@@ -27,7 +27,7 @@ from src.schema import Config, DataConfig, ResolvedConfig, SearchConfig
 
 @dataclass
 class Point:
-    """Point: one configuration of a sweep, which one job per block runs."""
+    """A configuration of a sweep. Each block (repetition) of the sweep has one job that runs it."""
 
     overrides: list[str]
     subdir: str  # below the sweep folder
