@@ -17,6 +17,7 @@ from src.engine.analysis.selection import corrected_value
 from src.engine.analysis.settings import check_baseline
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_SUPPORTED, SUPPORTED, decide, estimate
 from src.engine.report.report import read_headline
+from src.engine.sweep.headline import show_headline
 
 RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
 
@@ -234,6 +235,26 @@ def test_headline_of_a_written_report_has_sentence_command_and_rows(tmp_path: Pa
     headline = read_headline(folder)
     assert (headline.sentence, headline.command) == (plain["lead"]["sentence"], plain["lead"]["command"])
     assert [row["optim.lr"] for row in headline.rows] == list(RATES)
+
+
+@pytest.mark.parametrize("energy", [None, {"joules_per_image": 0.25, "kwh": 0.1}])
+def test_report_has_a_column_of_energy_only_where_it_was_measured(
+    tmp_path: Path, energy: dict[str, float] | None
+) -> None:
+    _, _, plain = read(sweep_over_rates(tmp_path / "s", energy=energy).write())
+    assert [row.get("J per image") for row in plain["table"]] == ([None] if energy is None else ["0.250"]) * len(RATES)
+    assert {point["joules_per_image"] and point["joules_per_image"]["median"] for point in plain["points"]} == {
+        energy and energy["joules_per_image"]
+    }
+
+
+def test_terminal_shows_the_table_and_the_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep_over_rates(tmp_path / "s").write()
+    read(folder)
+    show_headline(folder)
+    output, headline = capsys.readouterr().out, read_headline(folder)
+    assert output.endswith(f"{headline.sentence}\n{headline.command}\n")
+    assert all(f" {rate} " in output for rate in RATES)
 
 
 def test_table_to_paste_is_markdown_and_latex(tmp_path: Path) -> None:

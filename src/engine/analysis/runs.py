@@ -21,6 +21,7 @@ _RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
     "bytes_busiest_link": "communication.bytes_busiest_link",
     "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
     "first_step_seconds": "seconds.start_to_first_step",
+    "joules_per_image": "energy.joules_per_image",  # of all GPUs
     "data_wait": "data_wait",  # share of the timed steps, 0 to 1
 }
 MEASURES = (*_RECORDED, "imbalance", "busy")

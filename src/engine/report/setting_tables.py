@@ -40,6 +40,7 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
+    joules = setting.measure("joules_per_image")
     return {
         **(setting.settings or {"setting": setting.label}),
         f"{group.unit_of_repeats}s": str(len(setting.values)),
@@ -50,6 +51,7 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
         DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
         "images/s": with_range(setting.speed) if setting.speed else DASH,
         "memory, MiB": DASH if peak is None else figure(peak / 2**20),
+        "J per image": DASH if joules is None else figure(joules.median),
     }
 
 

@@ -77,6 +77,7 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
         "data wait, %": _median(point.measure("data_wait"), factor=100),
         "exposed comm., ms": _median(point.measure("exposed_ms"), hidden),
         "CPU s per s": _median(point.measure("cpu_seconds")),
+        "J per image": _median(point.measure("joules_per_image"), hidden),
         "to first step, s": _summary(point.measure("first_step_seconds")),
     }
 

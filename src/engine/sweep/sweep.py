@@ -14,6 +14,7 @@ from src.engine.jobs.local_job import sync_from_result
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
+from src.engine.sweep.headline import show_headline
 from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
 from src.engine.sweep.rebuild import check_folders
 from src.engine.sweep.runner import Runner
@@ -91,6 +92,7 @@ class Sweep(Runner):
         from src.engine.report.report import write_report
 
         report = write_report([self.jobs.folder])
+        show_headline(self.jobs.folder)
         print(f"sweep        {self.jobs.counts()}")
         for job in self.jobs.jobs:
             if job.status == "skipped":
