@@ -30,6 +30,7 @@ PARTS = {
 }
 STYLE = Path(__file__).with_name("plots.mplstyle")
 HEIGHT = 3.2  # inches
+LONGEST_LABEL = 44  # characters
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 MOST_POINTS, MOST_LINES = 24, 8  # in one plot, the fastest ones; the tables and the data files have all
 
@@ -58,7 +59,7 @@ def draw(group: Group) -> list[Plot]:
         picked = frame[frame[frame.columns[0]].isin(shown)].reset_index(drop=True)
         if len(picked):
             # Each ratio needs a line of text.
-            height = 0.9 + 0.24 * len(picked) if name == "ratios" else HEIGHT
+            height = 1.4 + 0.24 * len(picked) if name == "ratios" else HEIGHT
             drawn.append(Plot(name, svg(paint, picked, f"{group.title}{name}", height), frame))
     return drawn
 
@@ -88,6 +89,11 @@ def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: 
     return drawn.replace(INK, "currentColor")
 
 
+def short(label: str) -> str:
+    """Cut a label that would leave no room for the axes; tables have the whole text."""
+    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
+
+
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
     known = [contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
@@ -106,7 +112,7 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
         marker, color = LOOKS.get(str(row.a).split(" ")[0], OTHER)
         reach = [[row.ratio - max(row.low, 1 / end / end)], [min(row.high, end) - row.ratio]]
         axes.errorbar(row.ratio, y, xerr=reach, fmt=marker, color=color, capsize=3, markersize=5, linewidth=1.2)
-    axes.set_yticks(range(len(frame)), frame["a"] + " over " + frame["b"])
+    axes.set_yticks(range(len(frame)), [short(f"{row.a} over {row.b}") for row in frame.itertuples()])
     axes.invert_yaxis()
     axes.margins(y=0.5 / len(frame))
     left, right = axes.get_xlim()
@@ -182,5 +188,7 @@ def _ring(axes: Axes, flagged: pd.Series[Any]) -> None:
 
 def _name_bars(axes: Axes, names: list[str], height: str) -> None:
     is_long = sum(map(len, names)) > 50
-    axes.set_xticks(range(len(names)), names, rotation=40 if is_long else 0, ha="right" if is_long else "center")
+    axes.set_xticks(
+        range(len(names)), [*map(short, names)], rotation=40 if is_long else 0, ha="right" if is_long else "center"
+    )
     axes.set_ylabel(height)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from src.engine.analysis.settings import Setting, SettingGroup
 from src.engine.report.collect import read_curve
-from src.engine.report.plots import INK, MOST_LINES, MOST_POINTS, QUIET, Plot, svg
+from src.engine.report.plots import INK, MOST_LINES, MOST_POINTS, QUIET, Plot, short, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
     plots = []
     if len(group.settings) > 1:
         picked = runs[runs["setting"].isin([setting.label for setting in shown])]
-        height = 0.9 + 0.24 * len(shown)
+        height = 1.2 + 0.24 * len(shown)
         plots.append(
             Plot("values", svg(partial(_paint_values, name=name), picked, f"{group.title}values", height), runs)
         )
@@ -75,7 +75,7 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, name: str) -> None:
     means = frame.groupby("setting")["value"].mean()
     axes.plot(frame["value"], frame["setting"].map(labels.index), "o", color=COLORS[0], alpha=0.6, markersize=4.5)
     axes.plot(means[labels], range(len(labels)), "|", color=INK, markersize=13, markeredgewidth=1.8)
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [*map(short, labels)])
     axes.invert_yaxis()
     axes.margins(y=0.6 / len(labels))
     axes.grid(axis="y", color=QUIET, alpha=0.25, linewidth=0.6)
@@ -103,7 +103,7 @@ def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
     for number, (label, curve) in enumerate(frame.groupby("setting", sort=False)):
         color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
         axes.fill_between(curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
-        axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.4, label=label)
+        axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.4, label=short(label))
     axes.set(xlabel="step", ylabel=name)
 
 
@@ -137,7 +137,7 @@ def _paint_heat(axes: Axes, frame: pd.DataFrame, name: str) -> None:
 def _paint_tradeoff(axes: Axes, frame: pd.DataFrame, name: str) -> None:
     for number, row in enumerate(frame.itertuples()):
         color, marker = COLORS[number % len(COLORS)], "os^Dv"[number % 5]
-        label = row.setting if len(frame) <= MOST_LINES else None
+        label = short(row.setting) if len(frame) <= MOST_LINES else None
         axes.plot(row.images_per_sec, row.mean, marker, color=color, markersize=6, label=label)
     axes.set(xlabel="images/s", ylabel=name)
     axes.set_xlim(0, 1.08 * frame["images_per_sec"].max())
