@@ -194,6 +194,13 @@ def test_sweep_over_seed_is_refused_when_blocks_change_the_seed() -> None:
     check_blocks(swept, SweepConfig())
 
 
+def test_sweep_is_refused_when_no_point_has_the_baseline() -> None:
+    swept = points("optim.lr=0.1,0.2")
+    check_blocks(swept, SweepConfig(baseline="optim.lr=2e-1"))
+    with pytest.raises(ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"):
+        check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
+
+
 def test_jobs_file_from_an_earlier_version_is_read(tmp_path: Path) -> None:
     job = {"id": 0, "name": "x", "folder": "0", "overrides": [], "repeat": 2, "status": "done"}
     head = {"format": 1, "command": "train.py -m", "created": "2026-01-01T00:00:00", "status": "done"}
