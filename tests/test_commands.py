@@ -129,7 +129,7 @@ TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
 LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")  # to compose, or to train
 ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "parallel=ddp"  # scripts
-ON_A_RUN = "outputs/(…|train)|<run folder>"
+ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
 def test_every_documented_command_is_tested_or_has_a_reason() -> None:
@@ -274,7 +274,7 @@ def test_training_command_trains_one_step(losses: dict[str, list[float | str]], 
 
 # Placeholders of the pages -> paths of these tests.
 STANDS_FOR = {
-    r"outputs/train/(2026-01-01/\S+|<date>/<time>)|outputs/…|<run folder>": "{run}",
+    r"outputs/(?:train|finetune)/(2026-01-01/\S+|<date>/<time>)|outputs/…|<run folder>": "{run}",
     r"<sweep folder>|<folder>( …)?|outputs/sweeps/<date>/<time>": "{sweep}",
     r"photos/|/data/new(?= )": "{photos}",
     r"(labels|predictions)\.csv": r"{new}/\1.csv",
