@@ -72,7 +72,7 @@ class TimmArguments:
 
 
 def convert(args: TimmArguments) -> Settings:
-    """Convert timm's arguments to settings of this project. Notes differences in `args`."""
+    """Convert timm's arguments to settings of this project, and record in `args` those that differ."""
     settings = {row[1]: args.values[name] for name, row in TABLE["same"].items() if args.has_effect(name, *row)}
     for part in (_data, _model, _augment, _optim, _schedule, _train):
         settings |= part(args)

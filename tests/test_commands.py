@@ -41,7 +41,7 @@ TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?
 SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)")
 # Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
 ELSEWHERE = {
-    r"make (train|compare)( ARGS=.*)?$": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
+    r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
     r"python scripts/from_timm\.py": "test_script_writes_experiment_that_composes_to_converted_values",
     r"make doctor$": "test_doctor_runs_on_this_machine",
     r"python tests/engine/architecture\.py": "test_size_of_the_code_stays_within_its_limit",

@@ -85,7 +85,7 @@ class Folder(ImageDataset):
     """Images in `<root>/{train,val,test}/<class>/`, or in `<root>/<class>/` with data.val_fraction."""
 
     def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
-        """`trained_classes`: the class names of a run that is only evaluated here; then train/ may be missing."""
+        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/ may be missing."""
         self.class_names, listing = list_folder(config, trained_classes)
         self.train, self.val, self.test = files_of(listing)
 
@@ -94,7 +94,7 @@ class Csv(ImageDataset):
     """Images and labels listed in a CSV file."""
 
     def __init__(self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False) -> None:
-        """`trained_classes`: the class names of a run that is only evaluated here. `multilabel`: see train.task."""
+        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`: see train.task."""
         self.class_names, listing = list_csv(config, trained_classes, multilabel)
         self.train, self.val, self.test = files_of(listing)
 

@@ -15,11 +15,11 @@ def choose(
     simplest_first: Sequence[str],
     smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> tuple[str, Contrast | None, list[str]] | None:
-    """Return the recommended point, its contrast with the fastest point if simpler, and the points not compared.
+    """Recommend a point: the simplest one that is shown to be at most `smallest_difference` slower than the fastest.
 
-    The recommendation is the point with the highest estimate, or the simplest one whose interval shows it at most
-    `smallest_difference` slower. ("The simplest that cannot be excluded" would let one disturbed run, which widens all
-    intervals, decide.) Points that no chain of blocks connects with it are not compared. None without rows.
+    Shown: its whole interval is within the difference. To exclude a point instead, a disturbed run that widens all
+    intervals would decide. Returns the point's name, its contrast with the fastest point (None if it is the fastest), and the
+    points that share no chain of blocks with the fastest, which are not compared. Returns None without rows.
     """
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}

@@ -190,7 +190,7 @@ def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
 
 
 def _checkpoints(folder: Path) -> set[str]:
-    """Return the names of the checkpoints, which hold the step: saving the same step again is no progress."""
+    """Return the names of the checkpoints. A name contains the step, so a new name means that the run made progress."""
     return {path.name for path in (folder / "checkpoints").glob("*.pt")}
 
 

@@ -43,7 +43,9 @@ def _write_first_folders(jobs: Jobs) -> None:
     points = _composed_again(jobs)
     possible = [point.overrides for point in points if not point.reason]
     if any(job.overrides not in possible for job in jobs.jobs if job.status == "waiting"):
-        raise ValueError(f"{jobs.folder}: not written to its end, and {CHANGED}; start a new sweep")
+        raise ValueError(
+            f"{jobs.folder}: the sweep was killed while its files were written, and {CHANGED}; start a new sweep"
+        )
     for job in jobs.jobs:
         shutil.rmtree(jobs.folder / job.folder, ignore_errors=True)
     write_folders(jobs, points)
