@@ -145,6 +145,7 @@ def test_sweep_prints_the_reason_of_a_skipped_job(
 ) -> None:
     jobs = start(tmp_path / "sweep", "parallel.devices=1,2")
     monkeypatch.setattr("src.engine.report.report.write_report", lambda folders: "report.html")
+    monkeypatch.setattr("src.engine.sweep.sweep.show_headline", lambda folder: None)
     capsys.readouterr()
     Sweep(jobs)._close()
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
