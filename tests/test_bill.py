@@ -341,7 +341,7 @@ class TestCommands:
         alone, both = EXAMPLES["A tracker"].commands
         folder = run(scratch, alone, "model=tiny", "parallel=ddp", "parallel.devices=2")
         assert not (folder / "tensorboard").exists()
-        run(scratch, f"python train.py resume={folder} train.max_steps=5", folder=folder)
+        run(scratch, f"python train.py resume={folder} train.max_steps=5 train.epochs=9", folder=folder)
         with open(folder / "numbers.csv", newline="") as file:
             rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
         logged = read_lines(folder / "metrics.jsonl")
