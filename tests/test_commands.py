@@ -128,7 +128,7 @@ HERE = [command for command in SHOWN if not named(NOT_RUN, command) and not name
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
 LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")  # to compose, or to train
-ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "parallel=ddp"  # scripts
+ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"  # scripts
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
