@@ -245,7 +245,7 @@ class DataConfig:
         if self.batch_size is not None and per_device is not None:
             yield f"data.batch_size={self.batch_size} and data.batch_size_per_device={per_device}: set one, the other to null"
         if self.eval_image_size is not None and self.name in MADE_IN_MEMORY:
-            yield f"data.eval_image_size={self.eval_image_size}: the images of {self.name} have one size"
+            yield f"data.eval_image_size={self.eval_image_size}: images of {self.name} have one size; leave it at null"
         for key, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and not all(0 <= value <= 1 for value in values):
                 yield f"data.{key}={values}: expected a number in 0..1 per channel"

@@ -141,7 +141,7 @@ def test_local_slurm_lines_appear_only_in_job_script(
     assert held == ["job.sbatch"]
 
 
-def test_local_slurm_example_has_no_effect_until_edited(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_slurm_sh_has_no_effect_until_edited(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [line for line in script(main).splitlines() if not line.startswith("# ")]
     monkeypatch.setattr(slurm, "LOCAL_LINES", ROOT / "conf" / "local" / "slurm.sh.example")
     with_example = [line for line in script(main).splitlines() if not line.startswith(("# ", "##"))]

@@ -204,7 +204,7 @@ def test_claim_6_compares_the_rnn_only_with_large_layers(tmp_path: Path) -> None
     assert results == [SUPPORTED, NOT_SUPPORTED]
 
 
-def test_claim_10_verdict_depends_on_chunks_and_refused_batches(tmp_path: Path) -> None:
+def test_claim_on_dp_batches_depends_on_recorded_chunk_sizes_and_on_refused_batch_sizes(tmp_path: Path) -> None:
     def verdict(change: Callable[[Sweep], object]) -> str:
         sweep = Sweep(tmp_path / f"s{len(list(tmp_path.iterdir()))}")
         sweep.add("dp", 2)

@@ -99,9 +99,10 @@ def test_report_names_the_better_setting_with_its_difference_and_command(tmp_pat
     assert lead["command"] == "python train.py optim.lr=0.003"
     assert contrast["difference"] == pytest.approx(0.1, abs=0.01)
     assert contrast["low"] < contrast["difference"] < contrast["high"] and contrast["verdict"] == SUPPORTED
-    first = "optim.lr=0.003 is better than optim.lr=0.001: val/acc 81."
+    first = "optim.lr=0.003 is better than optim.lr=0.001: val/acc is "
     points = f"{100 * contrast['difference']:.1f} points higher (95 % interval {100 * contrast['low']:.1f} to "
-    assert lead["sentence"].startswith(first) and points in lead["sentence"]
+    assert lead["sentence"].startswith(first + points)
+    assert f"Expect {100 * lead['value']:.1f} %, corrected for choosing among 3 settings" in lead["sentence"]
     assert first in html and "optim.lr=0.003 is better" in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 

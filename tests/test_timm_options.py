@@ -390,9 +390,7 @@ def test_training_images_have_the_model_size_when_only_eval_image_size_is_set() 
 def test_eval_image_size_is_refused_for_images_in_memory() -> None:
     """The check runs after a custom dataset is built, because only then is it known to be in memory."""
     images = build_dataset(DataConfig())
-    with pytest.raises(
-        ValueError, match=r"data\.eval_image_size=16: the images of src\.data\.mine\.Mine have one size"
-    ):
+    with pytest.raises(ValueError, match=r"data\.eval_image_size=16: images of src\.data\.mine\.Mine have one size"):
         preprocessing_for(nn.Identity(), DataConfig(name="src.data.mine.Mine", eval_image_size=16), images)
 
 

@@ -101,7 +101,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == trackers.__name__]
 
 
-def test_tracker_receives_numbers_of_metrics_jsonl_images_and_end(tmp_path: Path) -> None:
+def test_tracker_receives_all_recorded_numbers_and_images_and_the_end(tmp_path: Path) -> None:
     lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
     numbers = [(step, values) for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")]
     lines = read_lines(tmp_path / "metrics.jsonl")

@@ -178,6 +178,23 @@ def test_server_refuses_jobs_when_a_library_variable_has_changed(
     job.send_signal(signal.SIGTERM)
 
 
+def test_server_refuses_jobs_when_the_code_has_changed(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command would run the new code, and the job's environment.json and code.diff would describe it."""
+    code = tmp_path / "copy" / "src" / "model.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("WIDTH = 1\n")
+    os.utime(code, ns=(1, 1))
+    monkeypatch.setattr(warm_server, "ROOT", tmp_path / "copy")
+    folder = frozen(tmp_path / "job")
+    job = start(server, folder)
+    assert server.takes(frozen_config(folder))
+    code.write_text("WIDTH = 2\n")
+    assert not server.takes(frozen_config(folder))
+    job.send_signal(signal.SIGTERM)
+
+
 def test_server_refuses_to_fork_when_an_import_has_started_a_thread() -> None:
     event = threading.Event()
     thread = threading.Thread(target=event.wait)

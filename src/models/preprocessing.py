@@ -26,7 +26,9 @@ def preprocessing_for(
     The weights are those of the file model.weights (`of_weights`: its mean and std), else timm's.
     """
     if config.eval_image_size is not None and isinstance(images.val, InMemory):
-        raise ValueError(f"data.eval_image_size={config.eval_image_size}: the images of {config.name} have one size")
+        raise ValueError(
+            f"data.eval_image_size={config.eval_image_size}: images of {config.name} have one size; leave it at null"
+        )
     of_model = resolve_model_data_config(model)
     channels = images.in_chans
     sides = config.eval_image_size or config.image_size or images.image_size

@@ -148,7 +148,7 @@ def test_hydra_override_is_refused_when_its_key_is_not_listed(refuse: Refuse, wo
         assert given in line and "run, sweep, sweeper.params, job.name" in line
 
 
-def test_hydra_override_is_accepted_when_its_key_is_listed() -> None:
+def test_hydra_override_is_accepted_when_its_key_is_on_the_allowlist() -> None:
     for plus in ("", "++"):
         compose_command(parse(*(f"{plus}hydra.{word}" for word in SETTABLE)))
 

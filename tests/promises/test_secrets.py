@@ -241,7 +241,7 @@ def test_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.
         ("+num_tokens = 5", "+num_tokens = 5"),
     ],
 )
-def test_line_of_code_is_masked_after_a_key_that_looks_like_a_secret(line: str, masked: str) -> None:
+def test_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
     assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
 
 

@@ -17,9 +17,10 @@ def choose(
 ) -> tuple[str, Contrast | None, list[str]] | None:
     """Recommend a point: the simplest one that is shown to be at most `smallest_difference` slower than the fastest.
 
-    Shown: its whole interval is within the difference. To exclude a point instead, a disturbed run that widens all
-    intervals would decide. Returns the point's name, its contrast with the fastest point (None if it is the fastest), and the
-    points that share no chain of blocks with the fastest, which are not compared. Returns None without rows.
+    Shown: its whole interval is within the difference. If it had to be shown that a point is slower, one disturbed run,
+    which widens all intervals, would recommend the simplest. Returns the point's name, its contrast with the fastest
+    point (None if it is the fastest), and the points that share no chain of blocks with the fastest, which are not
+    compared. Returns None without rows.
     """
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}

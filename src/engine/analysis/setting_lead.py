@@ -39,12 +39,10 @@ def recommend_setting(group: SettingGroup) -> Recommendation:
     contrast = max(shown, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
     winner = group.named(contrast.a)
     sentence = (
-        f"{winner.label} is better than {baseline.label}: {group.metric} {value_text(group.scale, value)}, "
-        f"{difference_text(contrast)}, from {repeats}."
+        f"{winner.label} is better than {baseline.label}: {group.metric} is {difference_text(contrast)}, from {repeats}. "
+        f"{_correction(group, winner, value)}"
     )
-    return Recommendation(
-        group, f"{sentence} {_correction(group, winner)}", command(winner.runs[0]), winner.label, contrast, value
-    )
+    return Recommendation(group, sentence, command(winner.runs[0]), winner.label, contrast, value)
 
 
 def _only_setting(group: SettingGroup) -> Recommendation:
@@ -70,11 +68,8 @@ def _best_mean(group: SettingGroup, highest: Setting, value: float | None) -> st
     return f"{highest.label} has the best mean {group.metric}{decide}. {_correction(group, highest, value)}"
 
 
-def _correction(group: SettingGroup, chosen: Setting, value: float | None = None) -> str:
-    mean = value_text(group.scale, chosen.mean)
-    if value is None:
-        return f"The value is corrected for choosing among {len(group.settings)} settings; the plain mean is {mean}."
+def _correction(group: SettingGroup, chosen: Setting, value: float | None) -> str:
     return (
-        f"Corrected for choosing among {len(group.settings)} settings, expect {value_text(group.scale, value)}; "
-        f"the plain mean is {mean}."
+        f"Expect {value_text(group.scale, value)}, corrected for choosing among {len(group.settings)} settings; its mean "
+        f"is {value_text(group.scale, chosen.mean)}."
     )

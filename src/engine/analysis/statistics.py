@@ -203,7 +203,7 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 
 
 def mean_interval(values: Iterable[float], scale: Scale) -> tuple[float, float] | None:
-    """Return the 95 % interval (Student's t) of a mean, computed on the scale; None for fewer than two values."""
+    """Return the 95 % interval (Student's t) of a mean, from the values on `scale`; None for fewer than two values."""
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:
         return None

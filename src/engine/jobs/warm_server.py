@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from src.engine.config.compose import ROOT
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine.platform import KILL
 from src.engine.machine.process import SAFE_PATH, limit_job
@@ -32,21 +33,21 @@ class WarmServer:
         self.jobs: dict[int, ForkedJob] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._given: dict[str, str] = {}  # its variables that are read at load
+        self._loaded: dict[str, str] = {}  # by the server, at its start
         self._received = b""
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
-        """Return True if a job with this config can be forked: one rank, and the server's environment.
+        """Return True if a job with this config can be forked: it has one rank, and the server is what a command would be.
 
         A timed sweep compares times from the start of the command, so its jobs all start as commands.
         """
         if sys.platform != "linux" or config.parallel.has_ranks or config.sweep.timed:
             return False
-        return self._process is None or (self._connection is not None and self._given == _read_at_load())
+        return self._process is None or (self._connection is not None and self._loaded == _loaded_by_a_command())
 
     def start(self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]) -> ForkedJob:
-        """Start a job, and the server before the first one."""
+        """Fork a job. The first call starts the server."""
         if self._process is None:
             self._start_server()
         job = ForkedJob(self, next(self._ids))
@@ -104,7 +105,7 @@ class WarmServer:
             # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork cannot use.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
-        self._given = _read_at_load()
+        self._loaded = _loaded_by_a_command()
         self._process = subprocess.Popen(
             [sys.executable, *SAFE_PATH, "-m", "src.train", "--serve", str(theirs.fileno())],
             env=environment,
@@ -158,5 +159,7 @@ class ForkedJob:
             self.server.kill()
 
 
-def _read_at_load() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+def _loaded_by_a_command() -> dict[str, str]:
+    """Return what a command started now would load, and a forked job has from its server: variables, and our code files."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+    return variables | {str(path): str(path.stat().st_mtime_ns) for path in (ROOT / "src").rglob("*.py")}

@@ -58,6 +58,7 @@ class ForkServer:
         self._wake_reading, self._wake_writing = socket.socketpair()
 
     def serve(self) -> None:
+        """Answer requests and report exits until the sweep closes the connection."""
         self._wake_writing.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
@@ -101,7 +102,7 @@ class ForkServer:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _be_job(self, parent: int, request: dict[str, Any]) -> int:
-        """Turn this forked process into the job's launcher, as if started by its command, and run it."""
+        """Run the job's launcher in this forked process, with everything that its command would have given it."""
         folder = Path(request["folder"])
         os.setsid()
         signal.set_wakeup_fd(-1)

@@ -35,7 +35,7 @@ GRACE_SECONDS = 30.0
 
 
 class Child(Protocol):
-    """What the launcher needs of a rank's process; see subprocess.Popen."""
+    """Process of a rank: the methods of subprocess.Popen that the launcher calls."""
 
     def wait(self) -> int: ...
 

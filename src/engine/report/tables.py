@@ -98,7 +98,7 @@ def contrasts_table(group: Group) -> Table:
 
 
 def disturbed_table(group: Group) -> Table:
-    """Return a row per disturbed run with the reasons, at most MOST_NAMED."""
+    """Return a row per run whose speed other programs or heat may have disturbed, with the reasons; at most MOST_NAMED."""
     flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
     rows = [{"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)} for r, p in flagged[:MOST_NAMED]]
     notes = [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."] if len(flagged) > MOST_NAMED else []

@@ -120,7 +120,7 @@ def frozen_config(folder: Path) -> ResolvedConfig:
 
 
 def save_job_files(point: Point, folder: Path) -> None:
-    """Write `.hydra/`, then config.yaml, which takes references from it."""
+    """Write `.hydra/`, then config.yaml, in which references to secrets stay as `.hydra/` has them."""
     save_hydra_files(point.tree, folder)
     save_config(point.config, folder)
 
