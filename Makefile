@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare test test-fast test-all check lint format lock schema clean
+.PHONY: help doctor train compare tune test test-fast test-all check lint format lock schema clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ train: $(VENV)/runtime ## train a timm model on real digits, with the strategy f
 
 compare: $(VENV)/runtime ## DP against DDP on this machine's GPUs, with a report (on a CPU: single against ddp)
 	$(BIN)/python train.py -m experiment=compare $(ARGS)
+
+tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, workers, threads and batch for a model here
+	$(BIN)/python train.py -m experiment=tune $(ARGS)
 
 test: $(VENV)/development ## run the tests, without the slow ones, on all cores
 	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm" $(ARGS)

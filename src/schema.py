@@ -553,6 +553,7 @@ class SweepConfig:
     dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
     jobs: int | str = number(1, ge=1, help="Concurrent jobs, each on other devices or cores; auto: as many as fit.")
     timed: bool = key(False, help="The sweep compares speed, so its jobs run one at a time.")
+    tune: list[str] = key([], help="Settings to try for speed, each as overrides; see experiment=tune.")
 
 
 @dataclass

@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
     r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tool_holds_the_whole_run_after_a_resume",
+    r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
     r"(wandb sync|mlflow ui)": "test_tool_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -m src\.train ": "test_command_runs",

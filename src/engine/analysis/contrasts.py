@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from src.engine.analysis.groups import Group, MeasuredPoint
-from src.engine.analysis.recommendation import Recommendation, command
+from src.engine.analysis.recommendation import Recommendation, command, disturbed_sentence
 from src.engine.analysis.selection import choose
 from src.engine.analysis.statistics import (
     LEVEL,
@@ -78,13 +77,7 @@ def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLES
 
 def recommend(group: Group) -> Recommendation:
     if group.disturbed:
-        disturbed = [run for run in group.runs if run.flags]
-        [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
-        return Recommendation(
-            group,
-            f"No verdict: {len(disturbed)} of {len(group.runs)} runs were disturbed ({reason}). "
-            "The figures below are what was measured; run the sweep again on a quiet machine.",
-        )
+        return Recommendation(group, disturbed_sentence(group.runs))
     # Points are sorted by strategy. The sort, which is stable, puts fewer devices first and keeps single, dp, ddp.
     simplest_first = sorted(group.points, key=lambda point: (point.nodes, point.devices))
     chosen = choose(rows(group, SPEED), [point.label for point in simplest_first], group.smallest_difference)

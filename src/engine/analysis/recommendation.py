@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,9 @@ from src.schema import TrainConfig
 if TYPE_CHECKING:
     from src.engine.analysis.groups import Group
     from src.engine.analysis.settings import SettingGroup
+
+
+TUNE = "experiment=tune"
 
 
 @dataclass(frozen=True)
@@ -43,5 +48,19 @@ def command(run: RunRecord) -> str:
         given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
         dropped = ("hydra.", "hydra/", "sweep.")
         kept = [key for key in given if not key.startswith(dropped) and key not in ("debug", "print_config", *full)]
+        if given.get("experiment") == TUNE:
+            # Nothing in that file is for a real training.
+            kept.remove("experiment")
+            full = {}
         arguments = [given[key] for key in kept]
     return shlex.join(["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())])
+
+
+def disturbed_sentence(runs: Sequence[RunRecord]) -> str:
+    """Return the sentence of a page without a verdict, because most of its `runs` were disturbed."""
+    disturbed = [run for run in runs if run.flags]
+    [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
+    return (
+        f"No verdict: {len(disturbed)} of {len(runs)} runs were disturbed ({reason}). "
+        "The figures below are what was measured; run the sweep again on a quiet machine."
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from src.engine.machine.text import plural
+from src.engine.machine.text import as_number, plural
 from src.schema import CheckpointConfig
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
@@ -24,6 +23,7 @@ _RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
     "joules_per_image": "energy.joules_per_image",  # of all GPUs
     "data_wait": "data_wait",  # share of the timed steps, 0 to 1
 }
+IMAGES_PER_SECOND = "images/s"  # the headline metric of a tuning
 MEASURES = (*_RECORDED, "imbalance", "busy")
 
 
@@ -162,8 +162,15 @@ class RunRecord:
         return {}
 
     @property
+    def is_of_tuning(self) -> bool:
+        """True if the run was to measure how fast its settings are."""
+        return bool(self.config.get("sweep.tune")) and self.is_benchmark
+
+    @property
     def metric(self) -> str:
         """Name of the headline metric, e.g. `val/loss`: what a search optimizes, else what chooses the best checkpoint."""
+        if self.is_of_tuning:
+            return IMAGES_PER_SECOND
         if self.is_trial and self.config.get("optimized_metric"):
             return str(self.config["optimized_metric"])
         return str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
@@ -176,7 +183,9 @@ class RunRecord:
 
     @property
     def metric_value(self) -> float | None:
-        """Value of the headline metric. None for a benchmark, whose few steps say nothing."""
+        """Value of the headline metric. None for a benchmark, whose few steps say nothing, unless that is a speed."""
+        if self.is_of_tuning:
+            return None if self.neighbours else self.measure("images_per_sec")
         if not self.config or self.is_benchmark:
             return None
         return self.number(self.metric.replace("/", "."))
@@ -245,10 +254,3 @@ class RunRecord:
 
     def _override(self, key: str) -> str:
         return dict(override.lstrip("+").partition("=")[::2] for override in self.overrides).get(key, "")
-
-
-def as_number(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from src.engine.analysis.configurations import NOT_A_SETTING, Configuration, varied
-from src.engine.analysis.runs import RunRecord
-from src.engine.analysis.scales import Scale, level_scale, proportion_scale
+from src.engine.analysis.runs import IMAGES_PER_SECOND, RunRecord
+from src.engine.analysis.scales import RATIO, Scale, level_scale, proportion_scale
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, decide, estimate
 from src.engine.analysis.wording import join_short, model_name
 from src.engine.config.suggest import is_lower_better, is_proportion
@@ -72,11 +72,17 @@ class SettingGroup:
         return [(s.label, block, value) for s in self.settings for block, value in s.values.items()]
 
     @property
+    def is_about_speed(self) -> bool:
+        return self.scale.is_ratio
+
+    @property
     def blocks(self) -> int:
         return len({block for _, block, _ in self.rows})
 
     @property
     def unit_of_repeats(self) -> str:
+        if self.is_about_speed:
+            return "repeat"
         return "fold" if len({run.config.get("data.fold") for s in self.settings for run in s.runs}) > 1 else "seed"
 
     @property
@@ -124,7 +130,9 @@ def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALL
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
-    """Return True if more than strategy, devices and weak scaling's batch varies, or only seeds or folds do."""
+    """Return True for a tuning, if more than strategy, devices and weak scaling's batch varies, or only seeds or folds do."""
+    if any(run.is_of_tuning for run in runs):
+        return True
     batches = {run.config.get("data.batch_size") for run in runs} - {None}
     settings = [key for key in keys if not key.startswith(_OF_SPEED)]
     if any(key != "data.batch_size" or len(batches) > 1 for key in settings):
@@ -181,6 +189,8 @@ def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
 
 def _scale(metric: str, settings: Sequence[Setting]) -> Scale:
     values = [value for setting in settings for value in setting.values.values()]
+    if metric == IMAGES_PER_SECOND:
+        return RATIO
     if is_proportion(metric) and all(0 <= value <= 1 for value in values):
         return proportion_scale(is_lower_better(metric))
     # The spread of a loss grows with its level.

@@ -1,7 +1,8 @@
-"""Formats a count with its noun, and a value as in YAML."""
+"""Formats a count with its noun, and a value as in YAML; reads a number of a record."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -17,3 +18,10 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) or "''"
+
+
+def as_number(value: Any) -> float | None:
+    """Return `value` as a float if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

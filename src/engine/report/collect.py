@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from src.engine.analysis.runs import RunRecord, as_number
+from src.engine.analysis.runs import RunRecord
 from src.engine.config.removed import is_obsolete
+from src.engine.machine.text import as_number
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_metrics, read_result
 

@@ -19,6 +19,7 @@ from src.engine.analysis.runs import RunRecord
 from src.engine.analysis.setting_lead import recommend_setting
 from src.engine.analysis.settings import SettingGroup, setting_groups
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE
+from src.engine.analysis.tuning import recommend_fastest
 from src.engine.analysis.wording import percent
 from src.engine.machine.files import read_json, write_json, write_text
 from src.engine.record.jobs import Jobs, read_jobs
@@ -71,7 +72,8 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     limits = [run.config.get("sweep.smallest_difference") for run in runs]
     smallest = max((limit for limit in limits if isinstance(limit, float) and limit > 0), default=SMALLEST_DIFFERENCE)
     groups, settings = with_contrasts(group_runs(runs), smallest), setting_groups(runs, smallest)
-    leads = [recommend_setting(group) for group in settings] or [recommend(group) for group in groups]
+    leads = [recommend_fastest(group) if group.is_about_speed else recommend_setting(group) for group in settings]
+    leads = leads or [recommend(group) for group in groups]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
         # A job that never started has no hardware record. It counts as evidence for each kind of hardware.

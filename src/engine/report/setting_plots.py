@@ -55,7 +55,7 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
         [[s.label, s.speed.median, s.mean * factor] for s in shown if s.speed],
         columns=["setting", "images_per_sec", "mean"],
     )
-    if len(speeds) > 1:
+    if len(speeds) > 1 and not group.is_about_speed:
         plots.append(
             Plot("tradeoff", svg(partial(_paint_tradeoff, name=name), speeds, f"{group.title}tradeoff"), speeds)
         )

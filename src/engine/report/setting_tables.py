@@ -46,7 +46,9 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
         f"{group.unit_of_repeats}s": str(len(setting.values)),
         f"{group.metric}{lower}": value_text(group.scale, setting.mean),
         "sd": _deviation(group, setting),
-        f"difference{unit} (95 %)": "baseline" if is_baseline else effect_text(contrast),
+        f"{'ratio' if group.is_about_speed else 'difference'}{unit} (95 %)": "baseline"
+        if is_baseline
+        else effect_text(contrast),
         VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",
         DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
         "images/s": with_range(setting.speed) if setting.speed else DASH,

@@ -196,15 +196,21 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     """Read the settings, base and space that `freeze_search` wrote."""
-    try:
-        tree = OmegaConf.load(folder / FROZEN)
-        assert isinstance(tree, DictConfig)
-    except (OSError, AssertionError, YAMLError):
-        raise ValueError(f"{folder / FROZEN}: missing or damaged") from None
-    drop_removed_keys(tree)
-    OmegaConf.set_struct(tree, True)
+    tree = read_frozen(folder / FROZEN)
     config = to_config(tree)
     return config, tree, parse_space(config.search.params)
+
+
+def read_frozen(path: Path) -> DictConfig:
+    """Read a composed config with its `hydra` block, as `trial_point` takes it. Raises ValueError with the path."""
+    try:
+        tree = OmegaConf.load(path)
+        assert isinstance(tree, DictConfig)
+    except (OSError, AssertionError, YAMLError):
+        raise ValueError(f"{path}: missing or damaged") from None
+    drop_removed_keys(tree)
+    OmegaConf.set_struct(tree, True)
+    return tree
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:

@@ -98,7 +98,7 @@ def names_of(points: list[Point]) -> list[str]:
     """Return a name per point: its overrides that not all points have."""
     common = set.intersection(*(set(point.overrides) for point in points))
     names = [",".join(override for override in point.overrides if override not in common) for point in points]
-    return [name or "the only point" for name in names]
+    return [name or ("the only point" if len(points) == 1 else "current settings") for name in names]
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:

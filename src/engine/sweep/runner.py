@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 from src.engine.jobs.devices import devices_here, need_of, why_alone
@@ -159,8 +160,8 @@ class Runner(ABC):
         for running in self._running.values():
             running.send(number)
 
-    def _say_stopped(self, number: int) -> int:
-        """Print how to continue after the stop signal `number`. Return the exit code."""
-        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={self.jobs.folder}"])
+    def _say_stopped(self, number: int, folder: Path | None = None) -> int:
+        """Print how to continue after the stop signal `number`. `folder`: the sweep's, if not that of the jobs."""
+        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}"])
         print(f"Stopped by {signal.Signals(number).name}. Continue with: {again}", file=sys.stderr)
         return 128 + number

@@ -48,19 +48,25 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[DataConfi
     """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the exit code."""
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
-    for job in jobs.jobs:
-        sync_from_result(job, folder / job.folder)
-    check_folders(jobs)
-    configs: list[Config] = []
-    for job in jobs.jobs:
-        if job.status in (*UNFINISHED, *FAILED):
-            configs.append(load_config(folder / job.folder))
-            job.reset()
-    jobs.status = "running"
+    configs = reset_unfinished(jobs)
     first = configs[0] if configs else command.config
     max_jobs = jobs_at_a_time("sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first)
     check_jobs_data(configs, check_data)
     return _run(jobs, max_jobs, first, is_new=False)
+
+
+def reset_unfinished(jobs: Jobs) -> list[Config]:
+    """Make the missing and failed jobs of a stopped sweep wait again. Return their configs."""
+    for job in jobs.jobs:
+        sync_from_result(job, jobs.folder / job.folder)
+    check_folders(jobs)
+    configs: list[Config] = []
+    for job in jobs.jobs:
+        if job.status in (*UNFINISHED, *FAILED):
+            configs.append(load_config(jobs.folder / job.folder))
+            job.reset()
+    jobs.status = "running"
+    return configs
 
 
 def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:

@@ -1,0 +1,130 @@
+"""Compare settings by training speed: which to measure again, and the sentence that recommends one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from src.engine.analysis.recommendation import Recommendation, command, disturbed_sentence
+from src.engine.analysis.selection import choose
+from src.engine.analysis.settings import Setting, SettingGroup
+from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast
+from src.engine.analysis.wording import figure, interval_text, percent, times
+from src.engine.machine.text import plural
+
+# Settings that change more than speed and memory, with the advice that a recommendation of them adds.
+CHANGES_TRAINING = {
+    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
+    "data.batch_size": "trains differently: choose the learning rate again",
+    "data.batch_size_per_device": "trains differently: choose the learning rate again",
+}
+
+
+def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float) -> list[tuple[str, ...]]:
+    """Return the combinations of settings to measure again, from the gain of each setting alone.
+
+    `gains`: the overrides of a setting -> its estimated speed, divided by that without it. The combinations are: all
+    settings that gain at least `smallest_difference` (of two that set one key, the better), these without the ones that
+    change more than speed, and the best setting alone. Each appears once, those with fewer overrides first. If no
+    setting gains that much, the best one is measured again.
+    """
+    ranked = sorted(gains, key=lambda setting: -gains[setting])
+    kept: list[tuple[str, ...]] = []
+    for setting in ranked:
+        taken = {key for other in kept for key in _keys(other)}
+        if gains[setting] >= 1 + smallest_difference and not taken & _keys(setting):
+            kept.append(setting)
+    harmless = [setting for setting in kept if not CHANGES_TRAINING.keys() & _keys(setting)]
+    chosen = {
+        tuple(override for setting in settings for override in setting)
+        for settings in (ranked[:1], harmless, kept)
+        if settings
+    }
+    return sorted(chosen, key=lambda overrides: (len(overrides), overrides))
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    return {override.lstrip("+").partition("=")[0] for override in overrides}
+
+
+def recommend_fastest(group: SettingGroup) -> Recommendation:
+    """Name the settings that are shown to train faster than the current ones, or the gain that could be detected.
+
+    Of settings that are equally fast to within `sweep.smallest_difference`, name the one with the fewest changes.
+    """
+    runs = [run for setting in group.settings for run in setting.runs]
+    if 2 * sum(bool(run.flags) for run in runs) > len(runs):
+        return Recommendation(group, disturbed_sentence(runs))
+    baseline, repeats = group.baseline, plural(group.blocks, "repeat")
+    shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
+    smallest = float(runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
+    chosen = choose(group.rows, [setting.label for setting in group.settings], smallest)
+    if not shown or chosen is None or chosen[0] == baseline.label:
+        return Recommendation(group, _no_gain(group, smallest))
+    # The choice may be a setting without a supported gain of its own.
+    contrast = shown.get(chosen[0]) or max(shown.values(), key=lambda contrast: contrast.ratio or 0)
+    winner = group.named(contrast.a)
+    sentences = [
+        f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current settings{interval_text(contrast)}, "
+        f"from {repeats}.",
+        *_memory(winner, baseline),
+        *_advice(winner, baseline),
+        *_without_changes(group, winner, shown),
+    ]
+    return Recommendation(group, " ".join(sentences), command(winner.runs[0]), winner.label, contrast)
+
+
+def _no_gain(group: SettingGroup, smallest: float) -> str:
+    sentence = f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
+    detectable = [contrast.detectable for contrast in group.contrasts if contrast.detectable is not None]
+    if detectable:
+        return f"{sentence}; this sweep could detect a gain of {percent(max(detectable), 1)}."
+    return f"{sentence}: without repeats the noise is unknown; use sweep.repeats=5."
+
+
+def _memory(winner: Setting, baseline: Setting) -> list[str]:
+    peaks = [max((peak.median for peak in setting.peak_bytes), default=None) for setting in (winner, baseline)]
+    if None in peaks:
+        return []
+    of_winner, of_baseline = (figure((peak or 0) / 2**20) for peak in peaks)
+    return [f"Peak memory: {of_winner} MiB instead of {of_baseline} MiB."]
+
+
+def _advice(winner: Setting, baseline: Setting) -> list[str]:
+    """Return a warning for each changed setting that changes more than speed, and the time that compiling takes."""
+    changed = _changed(winner, baseline)
+    advised = {CHANGES_TRAINING[key]: f"{key}={value}" for key, value in changed.items() if key in CHANGES_TRAINING}
+    lines = [f"{text} {advice}." for advice, text in advised.items()]
+    if "model.compile" in changed:
+        starts = [_start_seconds(setting) for setting in (winner, baseline)]
+        lines.append(f"The first step of a run comes after {starts[0]} s instead of {starts[1]} s.")
+    return lines
+
+
+def _changed(setting: Setting, baseline: Setting) -> dict[str, str]:
+    return {key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)}
+
+
+def _changes(setting: Setting, baseline: Setting) -> str:
+    return ", ".join(f"{key}={value}" for key, value in _changed(setting, baseline).items())
+
+
+def _start_seconds(setting: Setting) -> str:
+    seconds = [value for run in setting.runs if (value := run.measure("first_step_seconds")) is not None]
+    return figure(median(seconds)) if seconds else "an unknown number of"
+
+
+def _without_changes(group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]) -> list[str]:
+    """Return a sentence on the fastest setting that changes only speed and memory, if `winner` changes more."""
+
+    def only_speed(setting: Setting) -> bool:
+        return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()
+
+    others = [contrast for label, contrast in shown.items() if only_speed(group.named(label))]
+    if only_speed(winner) or not others:
+        return []
+    best = max(others, key=lambda contrast: contrast.ratio or 0)
+    text = _changes(group.named(best.a), group.baseline)
+    return [
+        f"Of the settings that change only speed and memory, {text} is the fastest: {times(best)}{interval_text(best)}."
+    ]
