@@ -425,7 +425,7 @@ class OptimConfig:
                 yield f"optim.sched_kwargs.{key}: follows from other keys, e.g. train.epochs; leave it out"
 
     def _problems_of_parts(self) -> Iterator[str]:
-        """Yield an error for each setting that needs whole tensors, of which fsdp's ranks have parts."""
+        """Yield an error for each setting that needs unsharded tensors, because fsdp shards parameters and gradients."""
         if self.opt not in OPTIMIZERS_OF_PARTS:
             yield f"optim.opt={self.opt}: needs whole tensors, but parallel=fsdp; use one of {', '.join(OPTIMIZERS_OF_PARTS)}"
         if self.clip_mode == "agc":
@@ -459,7 +459,7 @@ class TrainConfig:
 
     @property
     def untimed_steps(self) -> int | None:
-        """Number of steps before timing starts: 10 warm-up steps, one to start the profiler, and the profiled steps."""
+        """Number of first steps that a profiled run does not time: 10 of warm-up, one to start the profiler, the profiled ones."""
         return None if self.profile_steps is None else 11 + self.profile_steps
 
     def problems(self, whole: Config) -> Iterator[str]:
@@ -604,7 +604,7 @@ class TrackerConfig:
 
 @dataclass
 class PathsConfig:
-    """Folders."""
+    """Folders of data sets and of outputs."""
 
     output_dir: str = key("outputs", help="Folder for runs and sweeps.")
 

@@ -128,7 +128,7 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
 
 
 def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
-    """Raise ValueError for weights with a different number of classes, because timm would create a random head."""
+    """Raise ValueError for weights with other classes than the data, because timm would create a random head."""
     trained_classes = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if trained_classes != classes:
         raise ValueError(

@@ -51,7 +51,7 @@ def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iter
 
 
 def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return True if a parameter of `block` is used outside of it too: tied weights would be torn apart."""
+    """Return True if another part of the model uses a parameter of `block` too: fsdp would separate tied weights."""
     inside = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
     return any(uses[number] > count for number, count in inside.items())
 

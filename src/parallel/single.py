@@ -1,4 +1,4 @@
-"""One process on one device."""
+"""Strategy `single`: one process on one device."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
 
 @cache
 def _schema() -> DictConfig:
-    """Return the schema as a tree. Cached, because building it takes a quarter of the time of composing."""
+    """Return the schema as an OmegaConf tree. Cached, because building it takes a quarter of the time of composing."""
     return OmegaConf.structured(Config)
 
 
@@ -196,7 +196,7 @@ def load_config(folder: Path) -> ResolvedConfig:
 
 
 def _task_of(tree: Any) -> DictConfig:
-    """Return the composed tree without the parts that only Hydra uses."""
+    """Return the composed config without its `hydra` block and the other entries that only Hydra uses."""
     return OmegaConf.masked_copy(tree, [key for key in tree if key not in ONLY_HYDRA])
 
 

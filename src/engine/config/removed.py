@@ -10,7 +10,7 @@ from src.schema import REMOVED
 
 
 def is_obsolete(key: str, value: Any) -> bool:
-    """Return True if `key` has been removed and `value` is its old default, so dropping it changes nothing."""
+    """Return True if `key` no longer exists and `value` was its default, so that a saved config can do without it."""
     return key in REMOVED and REMOVED[key] == value
 
 

@@ -68,7 +68,7 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
 
 
 def _group_of(path: str, data: DataConfig) -> str:
-    """Return the group of an image, all in one split: the path, or the part that data.group_pattern matches."""
+    """Return the group of an image, which is never divided between splits: its path, or what data.group_pattern matches."""
     if data.group_pattern is None:
         return path
     match = re.search(data.group_pattern, path)
@@ -149,5 +149,5 @@ def class_difference(trained: list[str], data: list[str]) -> str:
 
 
 def first(names: list[str], count: int = 5) -> str:
-    """Join the first few names, with `…` if there are more."""
+    """Join the first few of a list of names with commas, with `…` if there are more."""
     return ", ".join(names[:count]) + (" …" if len(names) > count else "")

@@ -83,7 +83,7 @@ class BatchFetcher:
     __getitems__ = read
 
     def _seeds(self, batch: IndexBatch) -> list[int]:
-        """Return a seed for each image of a batch, unrelated to the seed of the image's transform."""
+        """Return a seed for random erasing of each image of a batch, unrelated to the seed of the image's transform."""
         if not self.gives_seeds:
             return []
         return [seed_for(self.seed, batch.epoch, index, 1) for index in batch.indices.tolist()]
@@ -218,7 +218,7 @@ class TrainLoader(Loader):
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Prefetch one batch in a thread. Gathering rows releases the interpreter's lock."""
+    """Yield batches, each read in a thread while the one before is used. Reading releases the interpreter's lock."""
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
         while (batch := upcoming.result()) is not None:

@@ -38,7 +38,7 @@ class RankExits:
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Return a failure record for a rank on this host; `changes` replace default fields."""
+    """Return a new failure record of a rank on this host. `changes` replace the default values of its fields."""
     return {
         "rank": rank,
         "host": host_name(),
@@ -95,7 +95,7 @@ def failure_files(folder: Path) -> list[Path]:
 
 
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
-    """Return the failure record of the latest attempt's root cause, which led to the other ranks' failures."""
+    """Return the failure record of the rank that failed first in the latest attempt; other ranks failed because of it."""
     records = _records(folder)
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
@@ -116,7 +116,7 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
 
 
 def cause_is_known(folder: Path) -> bool:
-    """Return True if a rank has recorded more than a lost connection."""
+    """Return True if a rank has recorded a failure other than a lost connection, which only follows from another failure."""
     return any(not record["is_echo"] for record in _records(folder))
 
 

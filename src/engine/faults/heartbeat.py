@@ -78,7 +78,7 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Inside the store while the interpreter shuts down, it would abort the process."""
+        """End the thread, which would abort the process if it used the store while the interpreter shuts down."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=PUBLISH)
@@ -149,7 +149,7 @@ class Heartbeats:
         return record_of(other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception)
 
     def forgive(self, seconds: float) -> None:
-        """Exclude the seconds for which this process was stopped from all nodes' silence."""
+        """Do not count seconds in which this process was suspended as silence of other nodes."""
         self.answered_at += seconds
         for node, (heartbeat, moved_at) in dict(self._nodes).items():
             self._nodes[node] = heartbeat, moved_at + seconds

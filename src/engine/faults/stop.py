@@ -35,7 +35,7 @@ class StopCoordinator:
             atexit.register(self.close, 1.0)  # for a process that ends by an exception or a signal
 
     def close(self, seconds: float = PROMISE_SECONDS) -> None:
-        """End the thread. Inside the store while the interpreter shuts down, it would abort the process."""
+        """End the thread, which would abort the process if it used the store while the interpreter shuts down."""
         if self._thread.is_alive():
             self._leaving = True
             self._wake.set()

@@ -97,7 +97,7 @@ class Watchdog:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:
-        """Record the silent node `lost` and exit at once: sockets to the node would otherwise block for minutes."""
+        """Record that the node of heartbeat `lost` is silent, and exit at once: sockets to it would block for minutes."""
         reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
         # `finally`: also if the disk is full.
         try:
@@ -164,7 +164,7 @@ class Watchdog:
 
 
 def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[Heartbeat, int, str]:
-    """Return (the failed rank, the rank that records this, the reason) from two lists after `limit` silent seconds."""
+    """Return (failed rank, rank that records this, reason), from heartbeats before and after `limit` seconds of silence."""
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]
     silent = [new for old, new in pairs if new.ticks == old.ticks]

@@ -91,7 +91,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Answer:
-    """Forecasts for all device counts, with their errors.
+    """Forecasts for a list of device counts, with the errors of the fit.
 
     `error`: largest relative error of a count that was forecast from the others; None with two counts.
     `residual`: largest relative error on a measured count. `notes`: further doubts.

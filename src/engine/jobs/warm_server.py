@@ -26,7 +26,7 @@ END_SECONDS = 5.0
 
 
 class WarmServer:
-    """A server that is started with the first job, and its connection. Once it has ended, jobs start as commands."""
+    """Starts, with the first job, a process that forks jobs, and sends it requests. After its end, jobs start as commands."""
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -38,7 +38,7 @@ class WarmServer:
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
-        """Return True if a job with this config can be forked: it has one rank, and the server is what a command would be.
+        """Return True if a job with this config can be forked: it has one rank, and the server is up to date.
 
         A timed sweep compares times from the start of the command, so its jobs all start as commands.
         """
@@ -160,6 +160,6 @@ class ForkedJob:
 
 
 def _loaded_by_a_command() -> dict[str, str]:
-    """Return what a command started now would load, and a forked job has from its server: variables, and our code files."""
+    """Return the variables and code files that a new process reads at its start; a forked job has those of its server."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {str(path): str(path.stat().st_mtime_ns) for path in (ROOT / "src").rglob("*.py")}

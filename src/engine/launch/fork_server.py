@@ -26,7 +26,7 @@ from src.engine.machine.process import limit_job
 
 
 def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
-    """Serve the sweep at the other end of the socket until it closes. `preload` imports what `run` needs.
+    """Fork jobs for the sweep at the other end of a socket, until it closes. `preload`: imports what the jobs need.
 
     Requests are lines of JSON: {"id", "folder", "environment", "cores"} starts a job, {"id", "signal"} sends it a
     signal. Answers: {"ready": true}, then {"id", "code"} for each job that has exited, a negative code for a signal.
@@ -39,7 +39,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
 
 
 def _check_is_forkable() -> None:
-    """Raise RuntimeError if a preload started a thread or CUDA: neither works in a forked process."""
+    """Raise RuntimeError if an imported module started a thread or initialized CUDA: neither survives a fork."""
     tasks = Path("/proc/self/task")
     threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
     if threads != 1:

@@ -174,7 +174,7 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
 
 
 def _ranks_store(store: Store) -> Store:
-    """Return the store under the ranks' key prefix. Here ranks never restart (see rendezvous.py: open_store)."""
+    """Return the part of `store` that the ranks use. Ranks of several nodes have one attempt (see rendezvous.py: open_store)."""
     from torch.distributed import PrefixStore
 
     return PrefixStore("attempt_0", store)

@@ -78,7 +78,7 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
 
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
-    """Connect to node 0's store. Retry if this node has joined this store before: it is an ending run's."""
+    """Connect to node 0's store. A store that this node joined before belongs to a run that is ending: retry then."""
     from torch.distributed import TCPStore
 
     address, port, limit = endpoint.address, endpoint.port, timedelta(seconds=timeout)

@@ -59,7 +59,7 @@ def run_ranks(
 ) -> RankExits:
     """Start this node's ranks and wait until all have exited.
 
-    `rendezvous`: how to meet other nodes, if any. `start_rank`: starts the process of a run with one.
+    `rendezvous`: how to meet other nodes, if any. `start_rank`: starts the only rank of a run with one process.
     """
     # A command: the agent hangs forever if a rank that is a Python function exits with code 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]

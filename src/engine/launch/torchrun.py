@@ -110,7 +110,7 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 
 
 def _refuse_elastic_nodes() -> None:
-    """Reject `torchrun --nnodes 1:2`: two attempts would use the same keys, because it does not count every restart."""
+    """Reject `torchrun --nnodes 1:2`. It does not count every restart, so two attempts would use the same keys of the store."""
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(psutil.Error):

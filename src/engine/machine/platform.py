@@ -1,4 +1,4 @@
-"""Wrappers of Unix-only functions. Windows can import the project but cannot run it: use WSL 2."""
+"""Unix-only functions, imported here only, so that Windows can import the project. To run it there, use WSL 2."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def kill_on_parent_exit(parent: int | None = None) -> None:
 
 
 def limit_job(parent: int, cores: Collection[int]) -> None:
-    """End this process, a job that begins, with `parent`, and run it on `cores` only (none given: on all)."""
+    """Prepare the process of a new job: it ends when `parent` dies, and runs on `cores` only (none given: on all)."""
     kill_on_parent_exit(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

@@ -37,7 +37,7 @@ IN_CODE = re.compile(
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return True for a secret's name or a URL with a password. A path (SSH_AUTH_SOCK) is not a secret if it exists."""
+    """Return True if a variable is secret: by its name, or as a URL with a password. An existing path (SSH_AUTH_SOCK) is not."""
     if len(value) < SHORTEST or is_path(value):
         return False
     return NAMES.fullmatch(name) is not None or IN_URL.search(value) is not None
@@ -54,7 +54,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def is_written_out(key: str, value: Any) -> bool:
-    """Return True if a key such as `token` has a value that is neither a reference nor a path."""
+    """Return True if a secret key such as `token` has the secret itself as its value: no `${…}` reference and no path."""
     if value is None or isinstance(value, bool) or not is_secret_key(key):
         return False
     return REFERENCE.sub("", str(value)) not in ("", "???") and not is_path(str(value))

@@ -18,7 +18,7 @@ from src.engine.machine.nvidia import Gpu
 
 @dataclass
 class Usage:
-    """Processor seconds between `begin` and `end`, summed over all calls. Values that the kernel lacks stay 0."""
+    """Processor seconds between `begin` and `end`, summed over all calls. Values that the kernel does not report stay 0."""
 
     wall: float = 0.0
     own: float = 0.0  # processor seconds of this process and its children (loader workers)

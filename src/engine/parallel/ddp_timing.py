@@ -78,7 +78,7 @@ class DdpCommunication(Communication):
         return span / samples + buffers / steps, max(0.0, span - hidden) / samples + buffers / steps
 
     def _sums(self) -> torch.Tensor:
-        """Return sums since the run's start: steps, samples, seconds of the samples (all, hidden), seconds of buffers."""
+        """Return sums since the run's start: steps, timed steps, their all-reduce seconds (all, hidden), seconds of buffers."""
         # All: from the first bucket's start to the last one's end. Hidden: until the last gradient was computed.
         # The reducer gives means over all samples, with the warm-up. Sums can be subtracted. A step is in them once the next
         # one starts.

@@ -1,4 +1,4 @@
-"""Evaluation of a model whose forward pass is collective, by ranks with unequal numbers of batches."""
+"""Evaluation of a sharded model, whose forward passes need all ranks, by ranks with unequal numbers of batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lockstep(nn.Module):
             return self.model(images)
 
     def finish(self) -> None:
-        """Run black images as long as another rank has a batch, then give up the gathered parameters."""
+        """Run black images while other ranks have batches left, then free the gathered parameters."""
         while shape := [int(side) for side in self._announce((0, 0, 0)).amax(0) if side]:
             with torch.inference_mode(False), torch.no_grad():
                 self.model(torch.zeros(1, *shape, device=self._device))

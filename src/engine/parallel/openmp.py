@@ -41,7 +41,7 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 
 
 class OversubscriptionWatcher(threading.Thread):
-    """Thread that keeps idle OpenMP teams alive while threads of this process wait for a core."""
+    """Thread that makes OpenMP sleep at barriers, by additional idle teams, while this process has to wait for cores."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class OversubscriptionWatcher(threading.Thread):
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End all threads: one inside torch while the interpreter shuts down would abort the process."""
+        """End all threads, which would abort the process if they ran torch while the interpreter shuts down."""
         self._closed.set()
         self.join()
         self._end_teams()

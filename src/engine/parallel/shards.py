@@ -34,7 +34,7 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def announce_waiting(module: nn.Module) -> None:
-    """Tell the watchdog when a forward pass waits for the weights of a sharded `module`, else it may name that rank."""
+    """Report to the watchdog each wait for the weights of a sharded `module`, or it may blame the rank that waits."""
 
     def wait(*_: Any) -> None:
         if liveness.phase == FORWARD:
@@ -51,7 +51,7 @@ def announce_waiting(module: nn.Module) -> None:
 
 @contextmanager
 def unreduced(model: Any) -> Iterator[None]:
-    """Add up whole gradients on each rank of an FSDP2 `model` in the `with` block, instead of reducing them."""
+    """Skip the gradient reduction of an FSDP2 `model` in the `with` block: each rank adds up unsharded gradients."""
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
     yield

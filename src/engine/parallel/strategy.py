@@ -91,7 +91,7 @@ class Strategy:
         return [batch_size // self.group.world_size] * self.group.world_size
 
     def count_replicas(self) -> int:
-        """Run each replica of this process once, and return how many ran."""
+        """Run the model's forward pass on each device of this process, and return how many replicas ran."""
         return 1
 
     def communication(self, wrapped: nn.Module) -> Communication:

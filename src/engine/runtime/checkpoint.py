@@ -182,7 +182,7 @@ def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
 
 
 def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Return a whole tensor for a file. One tensor at a time is on every device, never the whole model."""
+    """Return the unsharded form of a tensor for a file. It gathers one tensor at a time, so no device holds the whole model."""
     whole = strategy.whole(tensor)
     if not strategy.shards:
         return whole

@@ -81,7 +81,7 @@ class Meter:
         self._was_idle = self._clock is None or self._clock.query()
 
     def end_fetch(self) -> None:
-        """Add the device's wait for the batch that arrived: half of the fetch if it became idle during the fetch."""
+        """Add the time that the device waited for this batch: half of the fetch if the device became idle during it."""
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from
         elif self._clock is not None and self._clock.query():

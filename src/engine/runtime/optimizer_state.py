@@ -53,7 +53,7 @@ def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str,
 
 
 def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
-    """Return this rank's part of a tensor like `parameter`. Other values, such as a count of steps, are never sharded."""
+    """Return this rank's part of a state tensor with the shape of `parameter`, and any other value as it is."""
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
     return strategy.part(value, parameter) if is_like else value
 

@@ -140,7 +140,7 @@ def _check_classes(before: list[str], now: list[str]) -> None:
 
 
 def _data_of_a_step(run: BuiltRun) -> dict[str, Any]:
-    """Return every setting that decides which images a step reads. The device count is not one."""
+    """Return the settings that decide which images a step reads. The number of devices does not decide that."""
     config = run.config
     return {
         "images": run.train.sampler.num_images,
