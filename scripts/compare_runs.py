@@ -28,10 +28,10 @@ def main(argv: list[str]) -> int:
     width = max(len(curve.name) for curve in curves)
     for curve in curves:
         verdict = "agree"
-        if curve.parts_at is not None:
-            verdict = f"part at step {curve.parts_at}: {curve.values[0]:g} against {curve.values[1]:g}"
+        if curve.differs_at is not None:
+            verdict = f"differ from step {curve.differs_at} on: {curve.values[0]:g} and {curve.values[1]:g}"
         print(f"{curve.name:<{width}}  {curve.points:>5} points  largest difference {curve.largest:.2e}  {verdict}")
-    return 1 if any(curve.parts_at is not None for curve in curves) else 0
+    return 1 if any(curve.differs_at is not None for curve in curves) else 0
 
 
 if __name__ == "__main__":

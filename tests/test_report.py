@@ -237,7 +237,7 @@ def _newer(name: str) -> Any:
         (lambda folder: (folder / "jobs.json").unlink(), "", "no jobs.json and no result.json"),
         (lambda folder: (folder / "jobs.json").write_text("[]"), "jobs.json", "not of this project"),
         (lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'), "jobs.json", "not of this project"),
-        (_no_jobs, "", "a sweep without jobs"),
+        (_no_jobs, "jobs.json", "has no jobs"),
         (_cut_off, "jobs.json", "damaged"),
         (_half_result, "0/result.json", "cannot be read as JSON"),
         (lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"), "0/config.yaml", "as YAML"),

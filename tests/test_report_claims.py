@@ -170,7 +170,7 @@ def test_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp
     sweep.repeat("ddp", 2, [1800, 1900, 1500])
     claims = {claim["number"]: claim for claim in read(sweep.write())[2]["claims"]}
     assert claims[1]["verdict"] == claims[2]["verdict"] == INCONCLUSIVE
-    assert re.search(r"[\d.]+ %; .* \d+ blocks", claims[1]["reason"])
+    assert re.search(r"[\d.]+ %; .* \d+ repeats", claims[1]["reason"])
 
 
 def test_claim_6_compares_small_layers_with_large_layers(tmp_path: Path) -> None:

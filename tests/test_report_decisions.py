@@ -220,7 +220,7 @@ def test_recommendation_excludes_configurations_without_a_common_repeat(tmp_path
     assert "dp × 2; ddp × 2" in results[3]["sentence"]
     assert results[3]["command"] == "" and results[3]["point"] is None
     assert results[2]["sentence"].startswith("dp on 2 devices is 1.50 ×") and results[2]["point"] == "dp × 2"
-    assert results[2]["sentence"].endswith("Not compared, because they share no block with it: ddp × 2.")
+    assert results[2]["sentence"].endswith("Not compared, because no repeat ran them on the same host: ddp × 2.")
 
 
 def test_run_counts_once_when_given_together_with_its_sweep(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from src.engine.analysis.scales import level_scale, proportion_scale
 from src.engine.analysis.selection import corrected_value
 from src.engine.analysis.settings import check_baseline
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_SUPPORTED, SUPPORTED, decide, estimate
-from src.engine.report.report import read_headline
 from src.engine.sweep.headline import show_headline
 
 RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
@@ -230,14 +229,6 @@ def test_command_keeps_max_steps_of_a_run_that_is_no_benchmark(tmp_path: Path) -
     assert read(sweep.write())[2]["lead"]["command"] == "python train.py optim.lr=0.003 train.max_steps=60"
 
 
-def test_headline_of_a_written_report_has_sentence_command_and_rows(tmp_path: Path) -> None:
-    folder = sweep_over_rates(tmp_path / "s").write()
-    plain = read(folder)[2]
-    headline = read_headline(folder)
-    assert (headline.sentence, headline.command) == (plain["lead"]["sentence"], plain["lead"]["command"])
-    assert [row["optim.lr"] for row in headline.rows] == list(RATES)
-
-
 @pytest.mark.parametrize("energy", [None, {"joules_per_image": 0.25, "kwh": 0.1}])
 def test_report_has_a_column_of_energy_only_where_it_was_measured(
     tmp_path: Path, energy: dict[str, float] | None
@@ -251,10 +242,11 @@ def test_report_has_a_column_of_energy_only_where_it_was_measured(
 
 def test_terminal_shows_the_table_and_the_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep_over_rates(tmp_path / "s").write()
-    read(folder)
+    plain = read(folder)[2]
+    assert [row["optim.lr"] for row in plain["table"]] == list(RATES)
     show_headline(folder)
-    output, headline = capsys.readouterr().out, read_headline(folder)
-    assert output.endswith(f"{headline.sentence}\n{headline.command}\n")
+    output = capsys.readouterr().out
+    assert output.endswith(f"{plain['lead']['sentence']}\n{plain['lead']['command']}\n")
     assert all(f" {rate} " in output for rate in RATES)
 
 

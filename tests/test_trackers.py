@@ -155,7 +155,7 @@ def test_hanging_tracker_is_left_at_the_end_and_does_not_delay_the_others(
     lifecycle.run(config_with(first=Hanging, kept=Kept), tmp_path, Ranks(), None)
     # Once, although the run closes its files a second time.
     assert len(waits) == 1 and waits[0] <= 0.8
-    assert warnings(caplog) == ["tracker first: has not ended in time; the run continues without it"]
+    assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]
     assert process.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
     assert trackers.END_SECONDS <= 10
 
@@ -169,9 +169,7 @@ def test_full_queue_drops_calls_at_once_with_one_line(
     for step in range(50):
         channel.put("numbers", step, 0.0, 0.0, {"train/loss": 1.0})
     assert len(channel._calls) <= 5
-    assert warnings(caplog) == [
-        "tracker first: has not taken the last 5 numbers or images; the run continues without it"
-    ]
+    assert warnings(caplog) == ["tracker first: is too slow: 5 calls are waiting; the run continues without it"]
 
 
 def test_run_id_is_stored_in_the_run_folder(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_later_block_ignores_yaml_edited_after_the_first_block(
     from src.engine.sweep import blocks
 
     blocks.append_block(jobs)
+    blocks.write_folders(jobs)
     assert [load_config(tmp_path / job.folder).train.epochs for job in blocks_of(jobs)[1]] == [9] * 5
 
 

@@ -33,23 +33,23 @@ def run(folder: Path, losses: list[float], speed: float = 100.0, **result: Any) 
 
 def test_compare_runs_ignores_values_that_depend_on_the_clock(tmp_path: Path) -> None:
     (curve,) = compare(run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", [2.0, 1.0], speed=7.0), 0.0)
-    assert (curve.name, curve.points, curve.largest, curve.parts_at) == ("train/loss", 2, 0.0, None)
+    assert (curve.name, curve.points, curve.largest, curve.differs_at) == ("train/loss", 2, 0.0, None)
 
 
-@pytest.mark.parametrize(("tolerance", "parts_at"), [(1e-2, None), (2e-3, 3), (1e-9, 2)])
+@pytest.mark.parametrize(("tolerance", "differs_at"), [(1e-2, None), (2e-3, 3), (1e-9, 2)])
 def test_compare_runs_names_the_first_step_beyond_the_tolerance(
-    tmp_path: Path, tolerance: float, parts_at: int | None
+    tmp_path: Path, tolerance: float, differs_at: int | None
 ) -> None:
     (curve,) = compare(run(tmp_path / "a", [2.0, 1.0, 0.5]), run(tmp_path / "b", [2.0, 1.001, 0.503]), tolerance)
-    assert curve.parts_at == parts_at
+    assert curve.differs_at == differs_at
     assert curve.largest == pytest.approx(0.003 / 0.503)
 
 
 def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> None:
     (curve,) = compare(run(tmp_path / "a", [2.0, math.nan]), run(tmp_path / "b", [2.0, 1.0]), 1.0)
-    assert curve.parts_at == 2
+    assert curve.differs_at == 2
     (both,) = compare(run(tmp_path / "c", [2.0, math.nan]), run(tmp_path / "d", [2.0, math.nan]), 0.0)
-    assert both.parts_at is None
+    assert both.differs_at is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_script_exits_130_with_one_line_when_interrupted(capsys: pytest.CaptureF
 @pytest.mark.processes
 def test_compare_runs_script_exits_with_0_1_or_2(tmp_path: Path) -> None:
     a, b, c = (run(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.1]), ("c", [2.0])))
-    for other, code, expected in ((a, 0, "agree"), (b, 1, "part at step 2: 1 against 1.1"), (c, 2, "")):
+    for other, code, expected in ((a, 0, "agree"), (b, 1, "differ from step 2 on: 1 and 1.1"), (c, 2, "")):
         command = [sys.executable, "scripts/compare_runs.py", str(a), str(other)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == code, done.stderr

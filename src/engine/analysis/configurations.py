@@ -1,4 +1,4 @@
-"""Configurations: the runs that repeat one another, of which a sweep compares several."""
+"""Configuration: the runs of a sweep that have the same settings, with statistics over these repeats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Configuration:
 
     @property
     def repeats(self) -> list[RunRecord]:
-        """Runs within blocks, without the two extra runs of the baseline, the first of which warms the machine up."""
+        """Runs of this configuration, without the extra baseline runs at the start and the end of the sweep."""
         return [run for run in self.runs if run.block is not None]
 
     @property
@@ -38,12 +38,12 @@ class Configuration:
 
     @property
     def speed(self) -> Summary | None:
-        """Images per second over the repeats; None for dp over CPU threads, whose speed is meaningless."""
+        """Median and range of images/s over the repeats; None for dp over CPU threads, which says nothing about GPUs."""
         return None if self.is_simulated else self.measure("images_per_sec")
 
     @cached_property
     def peak_bytes(self) -> list[Summary]:
-        """Peak memory per device, over the repeats that recorded the largest number of devices."""
+        """Median and range of peak memory in bytes, per device. Ignores repeats that recorded fewer devices than others."""
         peaks = [dict(enumerate(run.peak_bytes)) for run in self.repeats]
         devices = max(map(len, peaks), default=0)
         return list(summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values())
@@ -64,7 +64,7 @@ def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
 
 
 def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the distinct values of each key over flat trees; None where a tree lacks the key. Skips empty trees."""
+    """Return the distinct values of each dotted key in several configs. A missing key counts as None; empty configs are ignored."""
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree)
     return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}

@@ -1,4 +1,4 @@
-"""Compare the points (configurations of a sweep) within each group of runs, and recommend one point per group."""
+"""Compare the speeds of a sweep's configurations within each group of comparable runs, and recommend one per group."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from src.engine.analysis.wording import interval_text, join_short, percent, time
 from src.engine.machine.text import plural
 
 SPEED = "images_per_sec"
-# Speed is the subject of a sweep and has LEVEL. The other measures share a fifth of it, so that a page on which nothing
-# differs states something wrong in 6 % of cases at most.
+# Chance of a wrong verdict, by measure. Speed, the subject of a sweep, has LEVEL; the other measures share a fifth of it.
+# So a page on which nothing differs has a wrong verdict in 6 % of cases at most.
 LEVELS = {SPEED: LEVEL} | dict.fromkeys(("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3)
 
 
 def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
-    """Return (point label, block, value) of each run of the group whose `measure` can be compared.
+    """Return (configuration, repeat on one host, value of `measure`) of each run whose value may be compared.
 
-    A block belongs to one sweep and one host. Runs with concurrent jobs are left out. For dp over CPU threads, only the
-    time to the first step can be compared.
+    Excludes runs with concurrent jobs and, except for the time to the first step, runs of dp over CPU threads.
     """
     measured: list[tuple[str, object, float]] = []
     for point in group.points:
@@ -44,10 +43,8 @@ def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
 
 
 def pairs(group: Group, measure: str) -> list[tuple[str, str]]:
-    """Return pairs of points to compare: ddp with dp on equal devices; for speed, also each point with single.
-
-    Each additional pair would widen all confidence intervals.
-    """
+    """Return the pairs of configurations to compare: ddp with dp on as many devices; for speed, all with strategy single."""
+    # Each additional pair would widen all confidence intervals.
     labels = []
     for a in group.points:
         opponents = [group.single] if measure == SPEED else []
@@ -60,13 +57,11 @@ def pairs(group: Group, measure: str) -> list[tuple[str, str]]:
 
 
 def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[Group]:
-    """Return the groups with contrasts (compared pairs) per measure, tested as one family over all groups.
-
-    If most runs of a group were flagged, it keeps its ratios and gets no verdict.
-    """
+    """Return the groups with a contrast (ratio, interval and verdict) for each pair to compare, by measure."""
     contrasts: dict[Group, dict[str, list[Contrast]]] = {group: {name: [] for name in LEVELS} for group in groups}
     for measure, level in LEVELS.items():
         estimates = [(group, e) for group in groups for e in estimate(rows(group, measure), pairs(group, measure))]
+        # In one call, because Holm's rule corrects for the number of pairs in all groups.
         decided = decide([e for _, e in estimates], smallest_difference, level)
         for (group, _), contrast in zip(estimates, decided, strict=True):
             if group.disturbed:
@@ -89,7 +84,7 @@ def recommend(group: Group) -> Recommendation:
         contrast, sentence = _compare_with_single(group, point)
         if apart and contrast is None:
             return Recommendation(
-                group, f"No verdict: no block ran {describe(point)} on one host with any of these: {apart}."
+                group, f"No verdict: no repeat ran {describe(point)} on the same host as any of these: {apart}."
             )
     else:
         sentence = (
@@ -98,18 +93,18 @@ def recommend(group: Group) -> Recommendation:
             f"{interval_text(contrast)}."
         )
     if apart:
-        sentence += f" Not compared, because they share no block with it: {apart}."
+        sentence += f" Not compared, because no repeat ran them on the same host: {apart}."
     return Recommendation(group, sentence, command(point.runs[0]), point.label, contrast)
 
 
 def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
-    """Compare the fastest point with single. Return the contrast (None if not comparable) and a sentence."""
+    """Return the ratio of the fastest configuration to strategy single, None if unknown, and a sentence for the report."""
     assert point.speed is not None
     if point is group.single:
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
         if not against:
             return None, f"{describe(point)}: {with_range(point.speed)} images/s. There is nothing to compare it with."
-        # The question is if more devices pay; other settings of one device come last.
+        # Prefer several devices to other settings of one device, because the question is if more devices pay.
         second = max(against, key=lambda contrast: (group.named(contrast.a).devices > 1, contrast.ratio or 0))
         other = group.named(second.a)
         gain = {1: "from another setting", 2: "from a second device"}.get(other.devices, "from more devices")
@@ -128,16 +123,14 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
 
 
 def _second_device(group: Group, point: MeasuredPoint) -> str:
-    """Return the sentence on the best point of two devices; empty if `point` is that point, or none was compared."""
+    """Return a sentence on the gain from a second device; empty if `point` has two, or if no two were compared with one."""
     pairs = [(p, c) for p in group.points if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None]
     if point.devices == 2 or not pairs:
         return ""
     other, contrast = max(pairs, key=lambda pair: pair[1].ratio or 0)
-    begin = {
-        SUPPORTED: "A second device pays",
-        NOT_SUPPORTED: "A second device does not pay",
-    }.get(contrast.verdict, "Inconclusive for a second device")
-    return f" {begin}: {describe(other)} runs at {times(contrast)} the speed of single{interval_text(contrast)}."
+    answers = {SUPPORTED: "A second device pays", NOT_SUPPORTED: "A second device does not pay"}
+    answer = answers.get(contrast.verdict, "Inconclusive for a second device")
+    return f" {answer}: {describe(other)} runs at {times(contrast)} the speed of single{interval_text(contrast)}."
 
 
 def describe(point: MeasuredPoint) -> str:

@@ -1,4 +1,4 @@
-"""Group comparable runs (same hardware, code, model, batch, scaling) into points (configurations) with repeats."""
+"""Group runs with the same hardware, code, model and batch, whose speeds can be compared, by strategy and devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summar
 from src.engine.analysis.wording import describe_settings, model_name, percent
 
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
-STRAGGLES = 1.1  # the report warns of a rank that takes this many times the median rank's time
-# Settings by which the points of one group differ on purpose, and fields of the group.
+SLOW_RANK = 1.1  # the report warns of a rank that takes this many times the median rank's time
+# Settings by which the configurations of one group differ on purpose, and fields of the group.
 _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
 
@@ -29,7 +29,7 @@ class MeasuredPoint(Configuration):
     strategy: str
     devices: int
     nodes: int
-    options: str  # parallel options that differ from other points with this strategy and device count
+    options: str  # parallel options that differ from other configurations with this strategy and device count
 
     @property
     def label(self) -> str:
@@ -46,7 +46,7 @@ class MeasuredPoint(Configuration):
 
     @cached_property
     def metrics(self) -> dict[str, Summary]:
-        """Headline metric over the repeats, by name: one entry if all repeats have the same checkpoint.metric."""
+        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, by its name."""
         return summarize_columns({run.metric: run.metric_value} for run in self.repeats)
 
     @cached_property
@@ -59,18 +59,18 @@ class MeasuredPoint(Configuration):
 
     @property
     def stragglers(self) -> list[str]:
-        """Warnings about ranks that take at least STRAGGLES times as long as the median rank, in the median run."""
+        """Warnings about slow ranks: data and computing take at least SLOW_RANK times as long as on the median rank."""
         return [
             f"{self.label}: {rank} needs {percent(share.median - 1)} longer for its part of a step "
             "(data and computing) than the median rank."
             for rank, share in summarize_columns(run.rank_shares for run in self.runs).items()
-            if share.median >= STRAGGLES
+            if share.median >= SLOW_RANK
         ]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Points (configurations) that can be compared with each other in one table."""
+    """Configurations whose speeds one table compares: same hardware, model, batch and other settings."""
 
     hardware: str
     accelerator: str
@@ -100,7 +100,7 @@ class Group:
 
     @cached_property
     def speeds(self) -> pd.DataFrame:
-        """Table of all runs with images/s, in run order; `relative`: divided by the median of the run's point."""
+        """Table of all runs with their images/s, in run order. `relative`: images/s over the configuration's median."""
         columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
         columns += ["images_per_sec", "relative", "flagged"]
         rows = []
@@ -131,7 +131,7 @@ class Group:
         return next(point for point in self.points if point.label == label)
 
     def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
-        """Return the point for this strategy and device count; of several, the one with fewest nodes and options."""
+        """Return the configuration of this strategy and device count; of several, the simplest."""
 
         def simplicity(point: MeasuredPoint) -> tuple[int, int, str]:
             options_set = point.options.count("=") - point.options.count("=null")
@@ -145,12 +145,12 @@ class Group:
         return next((c for c in self.contrasts.get("images_per_sec", ()) if (c.a, c.b) == pair), None)
 
     def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Scaling efficiency: images/s per device, divided by single's. 1 is ideal."""
+        """Return the scaling efficiency: images/s per device, divided by the images/s of strategy single. 1 is ideal."""
         contrast = self.over_single(point)
         return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
 
     def same_threads(self, point: MeasuredPoint) -> bool:
-        """True unless `point` and single ran on a CPU with different numbers of threads per device."""
+        """Return False if `point` and strategy single ran on a CPU with different numbers of threads per device."""
         if self.accelerator != "cpu" or self.single is None:
             return True
         threads, of_single = ({run.integer("threads_per_device") for run in p.runs} for p in (point, self.single))
@@ -166,7 +166,7 @@ class Group:
 
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
-    """Group the finished runs, without contrasts. Groups are sorted by size; points by strategy and devices."""
+    """Group the finished runs, largest group first; sort each group by strategy and devices. Computes no contrasts."""
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
     # `data.workers=auto` may give strategies different numbers, which does not count as a difference in settings.

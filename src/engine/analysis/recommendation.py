@@ -1,4 +1,4 @@
-"""Headline result of a group of configurations, with the command that trains the recommended one."""
+"""Headline result of a report: a sentence, and the command that trains the recommended configuration."""
 
 from __future__ import annotations
 
@@ -22,27 +22,23 @@ TUNE = "experiment=tune"
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Headline result of a group. Has no point and command if the measurements are inconclusive."""
+    """Headline result of a group of configurations. Recommends none if the measurements are inconclusive."""
 
     group: Group | SettingGroup
     sentence: str
     command: str = ""
-    point: str | None = None  # its label
+    point: str | None = None  # label of the recommended configuration
     contrast: Contrast | None = None
     value: float | None = None  # of the headline metric, corrected for the choice; None on a page about speed
 
 
 def command(run: RunRecord) -> str:
-    """Return the command that trains with the settings of this run, but without the step limit of a benchmark."""
+    """Return the `python train.py …` command with the settings of this run, but without the step limit of a benchmark."""
     full: dict[str, object] = {}
     if run.is_benchmark:
         # The benchmark also chose the epochs, which it did not reach.
-        defaults = TrainConfig()
-        full = {
-            "train.max_steps": "null",
-            "train.epochs": defaults.epochs,
-            "train.evaluate_every": defaults.evaluate_every,
-        }
+        full = {"train.max_steps": "null", "train.epochs": TrainConfig.epochs}
+        full["train.evaluate_every"] = TrainConfig.evaluate_every
     arguments = ["--config-path", str(run.folder), "--config-name", "config"]
     if run.overrides:
         given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
@@ -57,7 +53,7 @@ def command(run: RunRecord) -> str:
 
 
 def disturbed_sentence(runs: Sequence[RunRecord]) -> str:
-    """Return the sentence of a page without a verdict, because most of its `runs` were disturbed."""
+    """Return the sentence that a report has no verdict, because most of its `runs` were disturbed."""
     disturbed = [run for run in runs if run.flags]
     [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
     return (

@@ -1,7 +1,8 @@
-"""RunRecord: the recorded files of one run as typed values; None for a value that was not recorded."""
+"""RunRecord: result.json, config.yaml and environment.json of one run as typed values; None if not recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,9 +31,9 @@ MEASURES = (*_RECORDED, "imbalance", "busy")
 # Compared by identity: two records are never equal.
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """Recorded data of one job of a sweep, or of one run folder.
+    """Recorded data of one run, which may be a job of a sweep.
 
-    `result`, `config` and `environment` are flat, `{"data.batch_size": 64}`, and empty without such a file.
+    `result`, `config` and `environment` have dotted keys, such as `{"data.batch_size": 64}`; empty if the file is missing.
     """
 
     name: str  # folder, relative to the common parent of all folders of the report
@@ -51,13 +52,14 @@ class RunRecord:
 
     @property
     def strategy(self) -> str:
-        return str(self.result.get("strategy") or self._override("parallel") or self._override("parallel.strategy"))
+        given = parse_overrides(self.overrides)
+        return str(self.result.get("strategy") or given.get("parallel") or given.get("parallel.strategy") or "")
 
     @property
     def devices(self) -> int:
-        """Return the number of devices, 0 if unknown: for ddp the measured world size, which spans all nodes."""
+        """Number of devices, 0 if unknown; for ddp and fsdp, the measured world size, which counts all nodes."""
         if not self.result:
-            requested = self._override("parallel.devices")
+            requested = parse_overrides(self.overrides).get("parallel.devices", "")
             return int(requested) if requested.isdigit() else 0
         world = self.integer("world_size")
         return world if self.strategy in ("ddp", "fsdp") and world else self.integer("devices") or 0
@@ -68,13 +70,13 @@ class RunRecord:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of the machines of the run, the first node's first."""
+        """Host names of the run's nodes, node 0 first."""
         host = self.environment.get("host")
         return tuple(self.entries(str, "hosts")) or ((str(host),) if host else ())
 
     @property
     def hardware(self) -> str:
-        """Devices, processor, driver, torch and CUDA as text, which must be equal to compare two runs."""
+        """Devices, processor, driver, torch and CUDA as text. Two runs are compared only if it is equal."""
         has = self.environment.get
         processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
         torch = f"torch {has('libraries.torch') or '—'}"
@@ -135,14 +137,14 @@ class RunRecord:
 
     @property
     def step_parts(self) -> dict[str, float] | None:
-        """Milliseconds of the parts that add up to a mean step of rank 0; None unless all were recorded."""
+        """Mean milliseconds of rank 0 per step for data, computing, communication and others; None unless all are known."""
         parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
         known = {name: value for name, value in parts.items() if value is not None}
         return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
 
     @property
     def rank_shares(self) -> dict[str, float]:
-        """Time of each rank to load and compute its part of a step, relative to the median; empty if not recorded."""
+        """Time of each rank for data and computing in a step, divided by the ranks' median; empty if not recorded."""
         times = {}
         for entry in self.entries(dict, "ranks"):
             data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
@@ -153,7 +155,7 @@ class RunRecord:
 
     @property
     def profiled_parts(self) -> dict[str, float]:
-        """Milliseconds of the parts of rank 0's mean step by name; empty without `train.profile_steps`."""
+        """Mean milliseconds of each profiled part of rank 0's step, by name; empty without `train.profile_steps`."""
         for entry in self.entries(dict, "profile"):
             parts = entry.get("parts")
             if entry.get("rank") == 0 and isinstance(parts, dict):
@@ -163,12 +165,12 @@ class RunRecord:
 
     @property
     def is_of_tuning(self) -> bool:
-        """True if the run was to measure how fast its settings are."""
+        """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their speed."""
         return bool(self.config.get("sweep.tune")) and self.is_benchmark
 
     @property
     def metric(self) -> str:
-        """Name of the headline metric, e.g. `val/loss`: what a search optimizes, else what chooses the best checkpoint."""
+        """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else `checkpoint.metric`."""
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
         if self.is_trial and self.config.get("optimized_metric"):
@@ -177,13 +179,13 @@ class RunRecord:
 
     @property
     def is_benchmark(self) -> bool:
-        """True if the run was to measure speed in a few steps."""
+        """True if the run measures speed in a few steps: `train.max_steps` is set, and `sweep.timed` or no evaluation."""
         is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
         return bool(is_timed) and self.config.get("train.max_steps") is not None
 
     @property
     def metric_value(self) -> float | None:
-        """Value of the headline metric. None for a benchmark, whose few steps say nothing, unless that is a speed."""
+        """Value of the headline metric; None for a benchmark of a few steps, unless the metric is its speed."""
         if self.is_of_tuning:
             return None if self.neighbours else self.measure("images_per_sec")
         if not self.config or self.is_benchmark:
@@ -213,15 +215,13 @@ class RunRecord:
 
     @property
     def busy(self) -> float | None:
-        """Utilization of the least busy device, 0 to 1, minus the share of a step spent waiting for other ranks.
-
-        NCCL waits in a kernel, which NVML counts as use. None unless every device, and under ddp this wait, is known.
-        """
+        """Utilization of the least busy device, 0 to 1, without its time waiting for other ranks; None if unknown."""
         known = [use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None]
         if not known or len(known) < len(self.memory):
             return None
         if self.strategy != "ddp":
             return min(known)
+        # NVML counts NCCL's waiting as use.
         parts = self.step_parts
         return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
 
@@ -252,5 +252,7 @@ class RunRecord:
         entries = self.result.get(key)
         return [entry for entry in entries if isinstance(entry, kind)] if isinstance(entries, list) else []
 
-    def _override(self, key: str) -> str:
-        return dict(override.lstrip("+").partition("=")[::2] for override in self.overrides).get(key, "")
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """Return `{"optim.lr": "0.1"}` for overrides such as `optim.lr=0.1` or `+optim.lr=0.1`."""
+    return dict(override.lstrip("+~").partition("=")[::2] for override in overrides)

@@ -1,4 +1,4 @@
-"""Scales on which the noise of a measure is about equal for all configurations. Differences are tested on a scale.
+"""Scales (transformations of a measure) on which its noise is about equal for all configurations, for statistical tests.
 
 - Ratio: logarithm; the result is a ratio. For images/s, seconds and counts.
 - Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal near 0, 1/2 and 1
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of a measure. `level` is the estimate of the second configuration, and `shift` the difference, on the scale."""
+    """Transformation of a measure, such as a logarithm. `level`: transformed value of b; `shift`: transformed a minus b."""
 
     name: str
     to: Callable[[float], float]  # NaN for a value outside the domain
@@ -31,18 +31,18 @@ class Scale:
 
     @property
     def none(self) -> float:
-        """Return the effect of a shift of 0."""
+        """Effect of two equal configurations: 1 as a ratio, 0 as a difference."""
         return 1.0 if self.is_ratio else 0.0
 
     def effect(self, level: float, shift: float) -> float:
-        """Convert a shift to a ratio, or to a difference in the unit of the measure."""
+        """Convert `shift`, a difference of logarithms or such, to a ratio, or to a difference in the unit of the measure."""
         return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
 
     def smallest_shift(self, level: float, share: float) -> float:
-        """Return the smallest shift of interest, a positive number.
+        """Return the difference of transformed values, as a positive number, that is an improvement by `share`.
 
-        `share` is relative: to the value, or for a proportion to what is still missing to a perfect score. An accuracy
-        of 0.90 must gain 0.3 points to have 3 % fewer errors.
+        `share` is relative to the value, or for an accuracy to the errors: with 0.03, an accuracy of 0.90 must reach
+        0.903, which is 3 % fewer errors.
         """
         if self.is_ratio:
             return math.log1p(share)
@@ -65,7 +65,7 @@ def _arcsine(value: float) -> float:
 
 
 def _sine(angle: float) -> float:
-    """Return the proportion. Angles beyond 0 or 1 give 0 or 1."""
+    """Invert `_arcsine`. Returns 0 or 1 for angles outside its range."""
     return math.sin(min(max(angle, 0.0), math.pi / 2)) ** 2
 
 

@@ -1,27 +1,23 @@
-"""Choose the best configuration, and correct its value for having been chosen. Pure functions."""
+"""Choose the best configuration, and estimate its value without the bias of choosing the best. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from src.engine.analysis.scales import Scale
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, decide, estimate
-
-Row = tuple[str, object, float]
+from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, Row, decide, estimate
 
 
 def choose(
-    rows: Iterable[Row],
-    simplest_first: Sequence[str],
-    smallest_difference: float = SMALLEST_DIFFERENCE,
+    rows: Iterable[Row], simplest_first: Sequence[str], smallest_difference: float = SMALLEST_DIFFERENCE
 ) -> tuple[str, Contrast | None, list[str]] | None:
-    """Recommend a point: the simplest one that is shown to be at most `smallest_difference` slower than the fastest.
+    """Return the simplest configuration whose interval shows it at most `smallest_difference` slower than the fastest.
 
-    Shown: its whole interval is within the difference. If it had to be shown that a point is slower, one disturbed run,
-    which widens all intervals, would recommend the simplest. Returns the point's name, its contrast with the fastest
-    point (None if it is the fastest), and the points that share no chain of blocks with the fastest, which are not
-    compared. Returns None without rows.
+    Returns the label, the contrast with the fastest (None if it is the fastest), and the labels that cannot be compared
+    with the fastest, because no repeat ran both; None without rows.
     """
+    # The rule "the simplest that is not shown to be slower" would choose too simple a configuration when one disturbed run
+    # widens all intervals.
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]
@@ -39,11 +35,9 @@ def choose(
 
 
 def best(rows: Iterable[Row], scale: Scale) -> str | None:
-    """Return the point with the best estimate, without the block effects. None without rows.
-
-    Points that no chain of blocks connects with the first one are left out.
-    """
+    """Return the configuration with the best mean, adjusted for differences between repeats; None without rows."""
     rows = list(rows)
+    # Configurations that share no repeat with the first one cannot be compared, and are left out.
     names = list(dict.fromkeys(name for name, *_ in rows))
     estimates = estimate(rows, [(name, names[0]) for name in names], scale)
     known = {e.a: e.better for e in estimates if e.difference is not None}
@@ -51,12 +45,10 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
 
 
 def corrected_value(rows: Iterable[Row], scale: Scale) -> float | None:
-    """Return what the best point is worth to new runs: choose it on all other blocks, score it on this one, average.
-
-    The mean of the chosen point on the blocks that chose it is too good, because chance helped to choose it (leave one
-    out: Stone, 1974). None with one block.
-    """
+    """Estimate the value of the best configuration in new runs, by leave-one-out over the repeats; None with one repeat."""
     rows = list(rows)
+    # The mean over the repeats that made the choice is too good, because chance helped. So choose on all other repeats and
+    # score on this one (Stone, 1974).
     scores = []
     for block in dict.fromkeys(block for _, block, _ in rows):
         here = {name: value for name, of, value in rows if of == block}

@@ -1,4 +1,4 @@
-"""Recommend a setting: the sentence, value and command with which a report on a sweep over settings begins."""
+"""Headline result of a sweep over settings: the sentence, value and command with which the report begins."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from src.engine.machine.text import plural
 
 
 def recommend_setting(group: SettingGroup) -> Recommendation:
-    """Name the setting that Holm's test shows to be better than the baseline, or the difference that could be detected.
-
-    The value is corrected for the choice by leaving one seed out.
-    """
+    """Recommend the best setting that is shown to be better than the baseline; if none, state the detectable difference."""
     if len(group.settings) == 1:
         return _only_setting(group)
     baseline, repeats = group.baseline, plural(group.blocks, group.unit_of_repeats)
@@ -57,7 +54,7 @@ def _only_setting(group: SettingGroup) -> Recommendation:
 
 
 def _best_mean(group: SettingGroup, highest: Setting, value: float | None) -> str:
-    """Return the sentence on the best mean when no setting is shown to be better."""
+    """Return a sentence on the setting with the best mean, if no setting is shown to be better than the baseline."""
     if highest is group.baseline:
         return f"It has the best mean {group.metric} itself. {_correction(group, highest, value)}"
     contrast = group.contrast(highest)

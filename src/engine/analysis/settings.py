@@ -1,4 +1,4 @@
-"""Group the runs of a sweep over settings: configurations are the swept settings, blocks are seeds and folds."""
+"""Group the runs of a sweep over settings by the swept values, with one value of the metric per seed and fold."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from src.engine.analysis.configurations import NOT_A_SETTING, Configuration, varied
-from src.engine.analysis.runs import IMAGES_PER_SECOND, RunRecord
+from src.engine.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from src.engine.analysis.scales import RATIO, Scale, level_scale, proportion_scale
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, decide, estimate
+from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Row, decide, estimate
 from src.engine.analysis.wording import join_short, model_name
 from src.engine.config.suggest import is_lower_better, is_proportion
 from src.engine.machine.text import yaml_text
 
-Row = tuple[str, object, float]
 BLOCKS = ("seed", "data.fold")
 _NOT_SWEPT = (*BLOCKS, "sweep.", "hydra.", "hydra/", "debug", "print_config")
 _OF_SPEED = ("parallel.", "data.batch_size_per_device", "data.workers")
@@ -32,7 +31,7 @@ class Setting(Configuration):
 
     @cached_property
     def values(self) -> dict[object, float]:
-        """Headline metric by block (seed and fold); the mean of runs with the same settings, seed and fold."""
+        """Headline metric by seed and fold. Runs with equal seed and fold count as one value, their mean."""
         blocks: dict[object, list[float]] = defaultdict(list)
         for run in self.repeats:
             if run.metric_value is not None:
@@ -45,7 +44,7 @@ class Setting(Configuration):
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation between the blocks; None for one block."""
+        """Standard deviation of `values`; None for a single value."""
         n = len(self.values)
         return math.sqrt(sum((v - self.mean) ** 2 for v in self.values.values()) / (n - 1)) if n > 1 else None
 
@@ -92,15 +91,17 @@ class SettingGroup:
     def named(self, label: str) -> Setting:
         return next(setting for setting in self.settings if setting.label == label)
 
+    def best(self, count: int) -> list[Setting]:
+        """Return the baseline and the settings with the best means, `count` in all, in the order of the sweep."""
+        ranked = sorted(self.settings, key=lambda s: (s is not self.baseline, -self.scale.sign * s.mean))
+        return [setting for setting in self.settings if setting in ranked[:count]]
+
     def contrast(self, setting: Setting) -> Contrast | None:
         return next((contrast for contrast in self.contrasts if contrast.a == setting.label), None)
 
 
 def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[SettingGroup]:
-    """Return the groups of a sweep over settings, largest first; [] for a sweep over strategies and device counts.
-
-    All contrasts of the report are one family.
-    """
+    """Return the groups of a sweep over settings, compared with a baseline; [] for a sweep over strategies and devices."""
     runs = list(runs)
     with_metric = [run for run in runs if run.comparable and run.metric_value is not None]
     keys = [key for key in varied(with_metric) if not key.startswith(NOT_A_SETTING) and key != "data.fold"]
@@ -122,6 +123,7 @@ def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALL
     for group in groups:
         pairs = [(setting.label, group.baseline.label) for setting in group.settings if setting is not group.baseline]
         estimates.append(estimate(group.rows, pairs, group.scale))
+    # In one call, because Holm's rule corrects for the number of contrasts in all groups.
     decided = iter(decide([e for of_group in estimates for e in of_group], smallest_difference))
     return [
         replace(group, contrasts=[next(decided) for _ in of_group])
@@ -130,7 +132,7 @@ def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALL
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
-    """Return True for a tuning, if more than strategy, devices and weak scaling's batch varies, or only seeds or folds do."""
+    """Return True if settings of the training vary, or only seeds or folds, or if the sweep tunes settings for speed."""
     if any(run.is_of_tuning for run in runs):
         return True
     batches = {run.config.get("data.batch_size") for run in runs} - {None}
@@ -143,10 +145,7 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
-    """Return the configurations in the order of the sweep, labeled by the swept overrides.
-
-    If overrides do not tell the configurations apart (single runs, edited configs), the config keys label them.
-    """
+    """Return the configurations in the order of the sweep, labeled by their swept overrides or config keys."""
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         if run.block is not None:
@@ -154,12 +153,13 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
     if len(alike) == 1:
         [members] = alike.values()
         return (Setting(tuple(members), {}, model_name(members[0])),)
-    given = [parse(members[0].overrides) for members in alike.values()]
+    given = [parse_overrides(members[0].overrides) for members in alike.values()]
     swept = [key for key in dict.fromkeys(key for texts in given for key in texts) if not key.startswith(_NOT_SWEPT)]
     first = [members[0] for members in alike.values()]
     by_override = _differing(
         [{key: texts.get(key, _default(run, key)) for key in swept} for texts, run in zip(given, first, strict=True)]
     )
+    # Single runs and runs of an edited config may have equal overrides.
     if len({tuple(texts.values()) for texts in by_override}) < len(alike):
         by_override = _differing([{key: _default(run, key) for key in keys} for run in first])
     return tuple(
@@ -177,12 +177,8 @@ def _default(run: RunRecord, key: str) -> str:
     return yaml_text(run.config[key]) if key in run.config else "default"
 
 
-def parse(overrides: Iterable[str]) -> dict[str, str]:
-    return dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-
-
 def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
-    """Sort as written in the command. Folders begin with the number of the job; jobs.json has the shuffled order."""
+    """Return a key that sorts jobs as the command lists them: the number in the folder's name, not the shuffled order."""
     number = re.match(r"\d+", run.folder.name)
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
 
@@ -202,15 +198,15 @@ def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
     wanted = next((text for s in settings for run in s.runs if (text := run.config.get("sweep.baseline"))), None)
     if wanted is None:
         return settings[0], ""
-    configs = [{**run.config, **parse(run.overrides), **s.settings} for s in settings for run in s.runs[:1]]
-    place = find_baseline(str(wanted), configs)
-    if place is None:
+    configs = [{**run.config, **parse_overrides(run.overrides), **s.settings} for s in settings for run in s.runs[:1]]
+    index = find_baseline(str(wanted), configs)
+    if index is None:
         return settings[0], f"No run of sweep.baseline={wanted} is done; the baseline is {settings[0].label}."
-    return settings[place], ""
+    return settings[index], ""
 
 
 def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]]) -> int | None:
-    """Return the index of the first configuration (key -> value) with all values in `baseline`, `a=1, b=2`; else None."""
+    """Return the index of the first configuration that has all values of `baseline`, such as `a=1, b=2`; else None."""
     wanted = [part.partition("=")[::2] for part in re.split(r"[,\s]+(?=[\w./]+=)", baseline.strip())]
     for index, values in enumerate(configurations):
         if all(key in values and _same(value, yaml_text(values[key])) for key, value in wanted):
@@ -219,7 +215,7 @@ def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]])
 
 
 def _same(a: str, b: str) -> bool:
-    """Compare as numbers if both are: 1e-3 equals 0.001."""
+    """Return True if two texts are equal, or are equal numbers such as 1e-3 and 0.001."""
     try:
         return float(a) == float(b)
     except ValueError:
@@ -227,8 +223,8 @@ def _same(a: str, b: str) -> bool:
 
 
 def check_baseline(baseline: str, given: Sequence[Sequence[str]], configs: Sequence[Mapping[str, object]]) -> None:
-    """Raise ValueError if `baseline` matches no configuration of a sweep: its overrides in `given`, its keys in `configs`."""
-    configurations = [{**config, **parse(words)} for config, words in zip(configs, given, strict=True)]
+    """Raise ValueError if `baseline` matches no configuration. `given`: overrides of each; `configs`: key values of each."""
+    configurations = [{**config, **parse_overrides(words)} for config, words in zip(configs, given, strict=True)]
     if find_baseline(baseline, configurations) is None:
         common = set.intersection(*map(set, given))
         known = join_short((",".join(word for word in words if word not in common) for words in given), 12)

@@ -1,9 +1,9 @@
 """Confidence intervals and verdicts for ratios and differences of repeated measurements. Pure functions.
 
-The model is that of randomized complete blocks: value = point + block + noise on a scale (for speed the logarithm, see
-scales.py), with one noise for all points. Its intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter
-9) also serves blocks that lack a point or hold one twice. Holm (1979) keeps the chance of any wrong statement in a family
-at `level`.
+The model is that of randomized complete blocks; a block is one repeat of all configurations. On a scale (for speed the
+logarithm, see scales.py), value = configuration + block + noise, with equal noise for all configurations. The intra-block
+analysis (Cochran and Cox, Experimental Designs, 1957, chapter 9) allows blocks in which a configuration is missing or
+occurs twice. Holm's rule (1979) keeps the chance that any verdict is wrong at `level`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from src.engine.analysis.scales import RATIO, Scale
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
 SMALLEST_DIFFERENCE = 0.03  # a smaller difference does not matter for the choice of a strategy
-LEVEL = 0.05  # chance of any wrong statement in a family
+LEVEL = 0.05  # chance that any verdict of a report is wrong
 POWER = 0.8  # share of sweeps in which a detectable difference is found
 MOST_BLOCKS = 1000  # the report never advises more
 
 
+Row = tuple[str, object, float]  # label of a configuration, block, measured value
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a - b on `scale`, for speed log(a / b). `difference` is None if no chain of blocks connects a and b."""
+    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). None if no repeat ran both."""
 
     a: str
     b: str
@@ -46,7 +49,7 @@ class Estimate:
 
     @property
     def better(self) -> float:
-        """Return the difference, positive if a is better than b."""
+        """Difference with its sign chosen so that it is positive if a is better than b."""
         assert self.difference is not None
         return self.scale.sign * self.difference
 
@@ -61,7 +64,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Ratio a / b or difference a - b of two points with its interval, and a verdict on "a is better than b"."""
+    """Ratio or difference of configurations a and b, its confidence interval, and the verdict on "a is better than b"."""
 
     a: str
     b: str
@@ -71,8 +74,7 @@ class Contrast:
     n: int
     verdict: str
     detectable: float | None = None  # smallest difference (of a ratio 0.1: 10 %) that POWER of such sweeps show
-    blocks_needed: int | None = None  # if inconclusive: blocks for a verdict, if the estimate stays; None: unknown
-
+    blocks_needed: int | None = None  # if inconclusive: repeats for a verdict, if the estimate stays; None: unknown
     scale: Scale = RATIO
 
     @property
@@ -87,7 +89,7 @@ class Contrast:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the interval (low, high) of the ratio, which is unbounded if the noise is unknown."""
+        """Confidence interval (low, high) of the effect; (-inf, inf) if the noise is unknown."""
         return (-math.inf, math.inf) if self.low is None or self.high is None else (self.low, self.high)
 
     def exceeds(self, limit: float) -> str:
@@ -100,14 +102,9 @@ class Contrast:
         return NOT_SUPPORTED if high < limit else INCONCLUSIVE
 
 
-def estimate(
-    rows: Iterable[tuple[str, object, float]], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
-) -> list[Estimate]:
-    """Estimate a - b on the scale for each pair of points (a, b), with the block effects removed.
-
-    Name only pairs that will be stated. `rows`: (point, block, value) of every measurement. Values outside the domain of
-    the scale, such as values <= 0 for a ratio, are ignored.
-    """
+def estimate(rows: Iterable[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO) -> list[Estimate]:
+    """Estimate the difference on `scale` for each pair of configurations (a, b), without differences between repeats."""
+    # Values outside the domain of the scale, such as values <= 0 for a ratio, are ignored.
     known = [(name, block, shift) for name, block, value in rows if math.isfinite(shift := scale.to(value))]
     counts = Counter(name for name, *_ in known)
     named: list[tuple[str, object]] = [("point", row[0]) for row in known] + [("block", row[1]) for row in known]
@@ -131,9 +128,9 @@ def estimate(
         weights = np.zeros(len(columns))
         if n:
             weights[columns["point", a]] += 1
-            # a and b are the same column if a point is compared with itself.
+            # a and b are the same column if a configuration is compared with itself.
             weights[columns["point", b]] -= 1
-        # No chain of blocks connects a and b.
+        # No block ran both a and b, and no chain of blocks connects them through other configurations.
         if not n or np.abs(information @ (inverse @ weights) - weights).max() > 1e-6:
             estimates.append(Estimate(a, b, n))
             continue
@@ -148,10 +145,10 @@ def estimate(
 def decide(
     estimates: Sequence[Estimate], smallest_difference: float = SMALLEST_DIFFERENCE, level: float = LEVEL
 ) -> list[Contrast]:
-    """Return a contrast with verdict per estimate, with the error rate controlled over all of them by Holm's rule.
+    """Return a contrast (effect, interval and verdict) for each estimate. The chance that any verdict is wrong is at most `level`.
 
-    Holm: compare the smallest of m probabilities with level / m, the next with level / (m - 1), and so on, until one
-    fails; the rest stay at its level. Each interval is at the level of its test, so that the two agree.
+    Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1), and so on, until one
+    fails; test the rest at that level. Each interval has the level of its test, so that interval and verdict agree.
     """
     tested = sorted((e for e in estimates if e.freedom), key=lambda e: e.p)
     levels: dict[int, float] = {}
@@ -187,7 +184,7 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
-    """Return how many blocks suffice for a verdict if the estimate stays: for or against a shift of `smallest`."""
+    """Return the number of repeats that would give a verdict if the estimate stayed the same; None if more than MOST_BLOCKS."""
     margin = max(e.better, smallest - e.better)
     if margin <= 0:
         return None
@@ -203,7 +200,7 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 
 
 def mean_interval(values: Iterable[float], scale: Scale) -> tuple[float, float] | None:
-    """Return the 95 % interval (Student's t) of a mean, from the values on `scale`; None for fewer than two values."""
+    """Return the 95 % confidence interval (Student's t on `scale`) of the mean of values; None for fewer than two."""
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:
         return None
@@ -213,7 +210,7 @@ def mean_interval(values: Iterable[float], scale: Scale) -> tuple[float, float] 
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, smallest, largest and number of repeated measurements, for display only; verdicts do not use it."""
+    """Median, smallest and largest value, and number of repeated measurements. Serves display; verdicts do not use it."""
 
     median: float
     low: float

@@ -1,4 +1,4 @@
-"""Compare settings by training speed: which to measure again, and the sentence that recommends one."""
+"""Choose the settings that train fastest: those to measure again after a screening, and the ones to recommend."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def _keys(overrides: Sequence[str]) -> set[str]:
 
 
 def recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Name the settings that are shown to train faster than the current ones, or the gain that could be detected.
+    """Recommend the settings that are shown to train fastest; if none is faster, state the detectable gain.
 
-    Of settings that are equally fast to within `sweep.smallest_difference`, name the one with the fewest changes.
+    Of settings that are equally fast to within `sweep.smallest_difference`, recommend those with the fewest changes.
     """
     runs = [run for setting in group.settings for run in setting.runs]
     if 2 * sum(bool(run.flags) for run in runs) > len(runs):

@@ -17,14 +17,14 @@ MOST_SHOWN = 1000  # times; a larger end of an interval is not shown
 def verdict_text(contrast: Contrast) -> str:
     """Format the verdict and its reason, e.g. `inconclusive: without repeats the noise is unknown`."""
     if contrast.effect is None:
-        return f"{contrast.verdict}: no block has figures of both"
+        return f"{contrast.verdict}: no repeat measured both configurations"
     if contrast.verdict != INCONCLUSIVE:
         return contrast.verdict
     if contrast.detectable is None:
         return f"{contrast.verdict}: without repeats the noise is unknown; use sweep.repeats=5"
-    blocks = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
+    needed = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
     smallest = size_text(contrast.scale, contrast.detectable)
-    return f"{contrast.verdict}: this sweep can detect a difference of {smallest}; a verdict needs {blocks} blocks"
+    return f"{contrast.verdict}: this sweep can detect a difference of {smallest}; a verdict needs {needed} repeats"
 
 
 def times(contrast: Contrast) -> str:
@@ -32,7 +32,7 @@ def times(contrast: Contrast) -> str:
 
 
 def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
-    """Format the interval, e.g. ` (95 % interval 1.80 to 2.00)`; empty if the noise is unknown."""
+    """Format the confidence interval, e.g. ` (95 % interval 1.80 to 2.00)`; empty if the noise is unknown."""
     if contrast.low is None or contrast.high is None:
         return ""
     high = f"{contrast.high:.2f}" if contrast.high < MOST_SHOWN else f"more than {MOST_SHOWN:,}"
@@ -40,7 +40,7 @@ def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
 
 
 def effect_text(contrast: Contrast | None) -> str:
-    """Format effect and interval for a table, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4 to +14.4)`; else a dash."""
+    """Format a ratio or difference with its interval, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4 to +14.4)`."""
     if contrast is None or contrast.effect is None:
         return DASH
     if contrast.scale.is_ratio:
@@ -104,11 +104,8 @@ def join_short(items: Iterable[str], limit: int = 4) -> str:
 
 def model_name(run: RunRecord) -> str:
     """Format the model name: `resnet18`, or with model.kwargs `tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)`."""
-    name, parameters, pixels = (
-        str(run.result.get("model") or DASH),
-        run.integer("parameters"),
-        run.integer("image_size"),
-    )
+    name = str(run.result.get("model") or DASH)
+    parameters, pixels = run.integer("parameters"), run.integer("image_size")
     if not any(key.startswith("model.kwargs.") for key in run.config):
         return name
     details = [f"{rounded(parameters)} parameters"] if parameters is not None else []

@@ -1,4 +1,4 @@
-"""`code.diff`: changes of the code that no commit has, which are the changes of tracked files and the names of untracked ones."""
+"""`code.diff` of a run: uncommitted changes of tracked files, and the names of untracked files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
 def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None:
-    """Write `code.diff` into a run folder if the code is `dirty`, else remove the one of an earlier attempt.
+    """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else delete an older one.
 
-    Masks secrets. A diff that is too large ends with a line that says so.
+    Masks secrets. A diff of more than LARGEST bytes is cut and ends with a line that says so.
     """
     path = folder / CODE_DIFF
     path.unlink(missing_ok=True)
@@ -33,7 +33,7 @@ def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None
 
 
 def _diff(root: Path) -> str:
-    """Return what git prints, up to LARGEST bytes."""
+    """Return the output of `git diff HEAD`, cut to LARGEST bytes."""
     git = subprocess.Popen(("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert git.stdout is not None
     timer = Timer(SECONDS, git.kill)
@@ -45,6 +45,6 @@ def _diff(root: Path) -> str:
     timer.cancel()
     if git.returncode == 0:
         return output.decode(errors="replace")
-    # Without a part of a line, in which a secret would not be recognized.
+    # Drop the incomplete last line, in which a secret would not be recognized.
     lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
     return f"{lines}cut: larger than {LARGEST:,} bytes, or git failed\n"

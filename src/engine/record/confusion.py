@@ -1,4 +1,4 @@
-"""Draw the confusion matrix with Pillow. Matplotlib takes as long as thirty steps of a small model."""
+"""Draw the confusion matrix with Pillow, because matplotlib takes as long as thirty steps of a small model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FONT = 12
 
 
 def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
-    """Draw [true, predicted] counts as RGB, uint8 [height, width, 3], shaded by the share of each true class."""
+    """Draw counts [true, predicted] as an RGB image, uint8 [height, width, 3]; colors show shares of the true class."""
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     cell = max(1, min(30, LARGEST // len(classes)))
     colors = np.array(LOW) + shares[:, :, None] * (np.array(HIGH) - np.array(LOW))

@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class Console:
-    """Console of rank 0; silent on other ranks. A context manager, so that an error removes the progress bar."""
+    """Progress bar of rank 0 in a terminal. A context manager, so that an error removes the bar."""
 
     def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
         rich = RichConsole()
@@ -39,7 +39,7 @@ class Console:
         self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
     def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield `items`, while the progress bar counts them, labeled `what`, instead of training steps."""
+        """Yield `items` and count them in a progress bar labeled `what`, which replaces the bar of training steps."""
         self._bar.update(self._task, visible=False)
         task = self._bar.add_task(what, total=total, numbers="")
         try:

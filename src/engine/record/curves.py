@@ -1,4 +1,4 @@
-"""Compare the metric curves of two runs: the first step where they differ by more than a tolerance."""
+"""Compare the metric curves of two runs, and find the first step where they differ by more than a tolerance."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CurveComparison:
     name: str
     points: int
     largest: float  # relative difference
-    parts_at: int | None  # the first step with a difference above the tolerance; None: they agree
+    differs_at: int | None  # the first step with a difference above the tolerance; None: the curves agree
     values: tuple[float, float]  # at that step
 
 
 def compare(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
-    """Compare two runs' curves by name. Raises ValueError for runs of different length, data or batch."""
+    """Compare the curves of all metrics that both runs logged. Raises ValueError if length, data or batch differ."""
     first, second = _size(one), _size(other)
     for key, a in first.items():
         # An older result has no fingerprints.
@@ -38,12 +38,12 @@ def compare(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
     of_one, of_other = curves(one), curves(other)
     common = sorted(of_one.keys() & of_other.keys())
     if not common:
-        raise ValueError(f"{one} and {other} have no curve in common")
+        raise ValueError(f"{one} and {other}: no metric is in both metrics.jsonl files; expected two runs of one task")
     return [_compare(name, of_one[name], of_other[name], tolerance) for name in common]
 
 
 def _size(run: Path) -> dict[str, Any]:
-    """Return the settings that two comparable runs share: length, data and batch."""
+    """Return a run's length, batch size and data fingerprints, which must be equal in two runs to compare them."""
     result = read_result(run)
     numbers = {key: getattr(result, key) for key in ("steps", "batch_size", "samples_seen", "dropped_per_epoch")}
     numbers |= {f"{split} samples": getattr(result, split).get("samples") for split in ("val", "test")}
@@ -51,9 +51,9 @@ def _size(run: Path) -> dict[str, Any]:
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Read the curves of a run from metrics.jsonl by name, without curves of time or memory."""
+    """Read {step: value} for each metric in a run's metrics.jsonl, except metrics of time and memory."""
     if not (run / "metrics.jsonl").is_file():
-        raise ValueError(f"{run}: no metrics.jsonl here; is this a run folder?")
+        raise ValueError(f"{run}: has no metrics.jsonl; expected a run folder")
     by_name: dict[str, Curve] = defaultdict(dict)
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.items():
@@ -63,7 +63,7 @@ def curves(run: Path) -> dict[str, Curve]:
 
 
 def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> CurveComparison:
-    """Compare one curve of two runs. A step or value that only one run has counts as an infinite difference."""
+    """Compare the curves of one metric. A step or value that only one of the runs has is an infinite difference."""
     result = CurveComparison(name, len(one), 0.0, None, (math.nan, math.nan))
     for step in sorted(one.keys() | other.keys()):
         a, b = one.get(step, math.nan), other.get(step, math.nan)
@@ -72,6 +72,6 @@ def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> CurveComp
             continue
         difference = math.inf if math.isnan(a + b) else abs(a - b) / max(abs(a), abs(b))
         result.largest = max(result.largest, difference)
-        if difference > tolerance and result.parts_at is None:
-            result.parts_at, result.values = step, (a, b)
+        if difference > tolerance and result.differs_at is None:
+            result.differs_at, result.values = step, (a, b)
     return result

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment_facts(config: Config) -> dict[str, Any]:
-    """Return the contents of environment.json. Omits environment variables, which may be secrets."""
+    """Return the contents of environment.json: commit, versions, devices. Omits environment variables (secrets)."""
     git = ("git", "-C", str(ROOT))
     devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
     return {

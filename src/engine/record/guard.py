@@ -11,7 +11,7 @@ FEWEST_STEPS = 20  # timed steps, below which the halves of a run are not compar
 
 
 def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compute the disturbance record `guard` of result.json. `ranks`: host and Usage fields; `gpus`: from Gpu.state."""
+    """Compute `guard` of result.json: CPU load, drift, GPU clocks. `ranks`: host and Usage fields; `gpus`: Gpu.state."""
     first, halves = ranks[0], throughput["halves"]
     wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
     shares = [rank["ran"] / (rank["ran"] + rank["queued"]) for rank in ranks if rank["ran"]]
@@ -28,7 +28,7 @@ def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[di
 
 
 def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
-    """Return reasons to distrust the measurements of a run, a short sentence each. `measured`: from `guard`."""
+    """Return the reasons to distrust a run's speed, a short sentence each. `measured`: the result of `guard`."""
     load, own, cores, steal, share = (measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread"))
     reasons = []
     is_crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
@@ -36,7 +36,7 @@ def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
         reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
     if steal is not None and steal >= STEAL:
         reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
-    # The run itself has more threads and workers than processors.
+    # Threads that wait for other threads or workers of the same run are not disturbed by other programs.
     is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
     if share is not None and share < STARVED and not is_own_load:
         reasons.append(f"its threads got {share:.0%} of the processor time that they were ready to use")

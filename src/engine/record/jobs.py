@@ -24,8 +24,8 @@ class Job:
     name: str
     folder: str  # below the sweep folder
     overrides: list[str]  # equal for all repeats of one configuration
-    block: int | None = 0  # repeat of the sweep; None: a baseline run before the first block or after the last
-    seed: int | None = None  # the first block's plus `block`
+    block: int | None = 0  # repeat of the sweep; None: an extra run of the baseline, the sweep's first or last job
+    seed: int | None = None  # the first repeat's plus `block`
     position: int = 0  # in run order
     config_hash: str = ""
     status: str = "waiting"  # waiting, running, or a status of result.json
@@ -36,7 +36,7 @@ class Job:
     neighbours: int = 0  # largest number of concurrent jobs on its machine
 
     def reset(self) -> None:
-        """Set the status to waiting and clear the records of the earlier attempt."""
+        """Set the status to waiting, and clear the reason and times of the earlier attempt."""
         self.status, self.reason, self.neighbours = "waiting", "", 0
         self.started = self.ended = self.seconds = None
 
@@ -48,11 +48,11 @@ class Jobs:
     jobs: list[Job]
     created: str = field(default_factory=lambda: now())
     status: str = "running"  # running, done, interrupted
-    order_seed: int | None = None  # of the blocks' random orders; None: the order as written
+    order_seed: int | None = None  # of the random order of each repeat; None: the order as written
 
     @property
     def baseline_repeated(self) -> list[int]:
-        """Return the ids of the two extra runs of the baseline, which are outside all blocks."""
+        """Ids of the two extra runs of the baseline, the sweep's first and last jobs."""
         return [job.id for job in self.jobs if job.block is None]
 
     def write(self) -> None:
@@ -70,7 +70,7 @@ class Jobs:
         return not any(job.status in UNFINISHED for job in self.jobs)
 
     def exit_code(self) -> int:
-        """Return 0 if every job is done or could not run here, else 1."""
+        """Return 0 if every job is done or was skipped, else 1."""
         return int(any(job.status in (*UNFINISHED, *FAILED) for job in self.jobs))
 
 
@@ -96,7 +96,7 @@ def read_jobs(folder: Path) -> Jobs:
 
 
 def _report_without_jobs(folder: Path) -> str:
-    """Return a hint with the command that works without jobs.json; empty if no job has ended."""
+    """Return a hint with the command that reports on the ended jobs without jobs.json; empty if no job has ended."""
     if not any(folder.glob("*/result.json")):
         return ""
     quoted = shlex.quote(str(folder))
@@ -104,7 +104,7 @@ def _report_without_jobs(folder: Path) -> str:
 
 
 def config_hash(path: Path) -> str:
-    """Hash a saved config.yaml without its comments, which name the folder."""
+    """Hash a saved config.yaml without its comments, which contain the folder's name."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

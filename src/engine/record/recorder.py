@@ -26,10 +26,10 @@ Numbers = dict[str, float | None]
 
 
 class Recorder:
-    """Writes each metric under one name, such as train/loss, to all outputs. Skips None."""
+    """Writer of metrics and images to metrics.jsonl, the trackers and the console. Skips values that are None."""
 
     def __init__(self, config: ResolvedConfig, folder: Path, enabled: bool, console: Console, resume_step: int) -> None:
-        """Open metrics.jsonl and the trackers. Drops lines that an earlier attempt wrote after `resume_step`."""
+        """Open metrics.jsonl and the trackers. Drops lines of steps after `resume_step`, because they will run again."""
         self.enabled, self._console, self._headline = enabled, console, config.headline_metric
         self._started, self._timeout = time.time(), config.parallel.timeout
         if enabled:
@@ -58,7 +58,7 @@ class Recorder:
         self.numbers(step, epoch, values)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """Show up to 32 normalized images [B, C, H, W] in the trackers. `mean` and `std`: per channel, in 0..255."""
+        """Send up to 32 normalized images [B, C, H, W] to the trackers. `mean` and `std`: per channel, in 0..255."""
         if self.enabled:
             from torchvision.utils import make_grid
 
@@ -72,7 +72,7 @@ class Recorder:
             self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
 
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
-        """Log a line with the epoch's training means, and the newest evaluation, if any."""
+        """Log a line with the mean training metrics of an epoch, and the metrics of the newest evaluation, if any."""
         if not self.enabled:
             return
         name = self._headline
@@ -82,7 +82,7 @@ class Recorder:
         log.info("epoch %d/%d%s", epoch, epochs, "".join(f"  {label} {value:.4f}" for label, value in shown.items()))
 
     def end(self, result: Result, confusions: dict[str, Tensor], classes: list[str]) -> list[str]:
-        """Write confusion matrices [true, predicted] by split, and end the run in the trackers. Return their views."""
+        """Send confusion matrices [true, predicted], and end the run in the trackers. Return commands or URLs to show it."""
         if not self.enabled:
             return []
         for split, counts in confusions.items():
@@ -92,7 +92,7 @@ class Recorder:
         return [mask(channel.tracker.view) for channel in self._trackers if channel.tracker.view]
 
     def close(self) -> None:
-        """Close the files and wait for the trackers. Without a call of `end`, the run has failed or was stopped."""
+        """Close metrics.jsonl and the trackers. Without a call of `end` before, they record a failed or stopped run."""
         if self.enabled:
             self._metrics.close()
             self._track("end", "interrupted" if isinstance(sys.exception(), Stopped) else "failed", {})

@@ -81,7 +81,7 @@ def read_result(folder: Path) -> Result:
     values = read_json(path, FORMAT, "is this a run folder, and has the run ended?")
     if values.get("status") not in STATUSES:
         raise ValueError(
-            f"{path}: status {values.get('status')!r}, expected {', '.join(STATUSES)}; not of this project"
+            f"{path}: status {values.get('status')!r}, expected one of {', '.join(STATUSES)}; not of this project"
         )
     known = {f.name for f in dataclasses.fields(Result)}
     return Result(**{key: value for key, value in values.items() if key in known})
@@ -96,7 +96,7 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_segments(folder: Path) -> list[dict[str, Any]]:
-    """Return the segments of the newest checkpoint in a run folder, from its .json file."""
+    """Return the attempts (start, resumes) that the newest checkpoint of a run folder lists; [] if unknown."""
     try:
         segments = json.loads((folder / "checkpoints" / "last.json").read_text(encoding="utf-8"))["segments"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -108,7 +108,7 @@ class MetricsLog:
     """`metrics.jsonl`: one line per logging step and per evaluation. Only rank 0 writes it."""
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open the log. Drops lines after `resume_step`, because those steps will run again."""
+        """Open the file. Drops lines of steps after `resume_step`, because those steps will run again."""
         if resume_step is not None and path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -123,7 +123,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of a metrics.jsonl file, except a last line that a crash cut off."""
+    """Yield the parsed lines of a metrics.jsonl file. Skips a last line that a crash cut off."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             try:

@@ -14,7 +14,7 @@ from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUP
 from src.engine.analysis.wording import figure, join_short, percent, with_range
 from src.engine.report.evidence import ClaimResult, Comparison, Evidence, evaluate_claim, missing
 
-# Texts in the reasons of runs that ended, or were refused, because of the subject of a claim.
+# Parts of the reasons of runs that failed or were skipped, where the reason is evidence for a claim.
 DRIFTED = "different parameters"
 BATCH_TOO_SMALL = "fewer images than"
 ONE_NODE_ONLY = "cannot span the nodes"
@@ -26,7 +26,7 @@ LINK = "bytes_busiest_link"
 
 
 def ddp_is_faster(e: Evidence) -> ClaimResult:
-    """Check that ddp is faster than dp, and that the intervals of the ratio show more gain on more devices."""
+    """Check that ddp is faster than dp, and that its gain grows with the number of devices."""
     comparisons = e.comparisons(SPEED, "ddp", "dp")
     result = evaluate_claim(comparisons, "the images/s of dp")
     if result.verdict != SUPPORTED:
@@ -58,7 +58,7 @@ def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
     for c in e.comparisons(SPEED, "ddp", "single"):
         if not c.a.needless_threads and c.group.same_threads(c.a):
             results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
-            efficiencies.append(f"{figure(c.group.efficiency(c.a) or 0)} for {c.place}, {c.group.kind} scaling")
+            efficiencies.append(f"{figure(c.group.efficiency(c.a) or 0)} for {c.label}, {c.group.kind} scaling")
     rule = f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here {join_short(efficiencies)}"
     otherwise = missing("ddp and single with the same threads per device", "parallel=single,ddp parallel.devices=1,2")
     return evaluate_claim(results, "the images/s of single", rule, otherwise)
@@ -88,7 +88,7 @@ def _peaks(e: Evidence, strategy: str) -> str:
     texts = []
     for group, point in e.points(strategy):
         if point.peak_bytes:
-            text = f"{e.place(group, point)}: {_gib(point)}"
+            text = f"{e.label(group, point)}: {_gib(point)}"
             if group.single and group.single.peak_bytes:
                 text += f", single {_gib(group.single)}"
             texts.append(text)
@@ -143,7 +143,7 @@ def ddp_moves_less(e: Evidence) -> ClaimResult:
         if ddp and dp:
             bytes_of_dp |= dict.fromkeys(point.runs, dp.low)
             figures.append(
-                f"{e.place(group, point)}: {figure(ddp.median / 1e6)} MB per step over the busiest link, "
+                f"{e.label(group, point)}: {figure(ddp.median / 1e6)} MB per step over the busiest link, "
                 f"{figure(dp.median / 1e6)} MB under dp; "
                 f"exposed: {with_range(exposed) if exposed else 'unknown'} ms"
             )
@@ -161,7 +161,7 @@ def ddp_moves_less(e: Evidence) -> ClaimResult:
 
 
 def replicas_stay_equal(e: Evidence) -> ClaimResult:
-    """Check that ranks keep equal parameters. Failed runs are evidence too, because drifting ranks fail a run."""
+    """Check that all ranks keep equal parameters. Runs that failed because of unequal parameters are evidence too."""
     drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
     statement = "equal hashes of all parameters over the ranks, at the start and at the end"
     return e.in_every_run("ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
@@ -221,14 +221,14 @@ def devices_idle_under_dp(e: Evidence) -> ClaimResult:
 
 
 def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
-    """Check that the fullest device under fsdp has a lower peak than any device under ddp, on equally many devices."""
+    """Check that each device's peak memory under fsdp is below that of each device under ddp, on equally many devices."""
     of_ddp: dict[RunRecord, float] = {}
     figures = []
     for group, point in e.points("fsdp"):
         ddp = group.at("ddp", point.devices)
         if ddp and ddp.peak_bytes and point.peak_bytes:
             of_ddp |= dict.fromkeys(point.runs, min(peak.low for peak in ddp.peak_bytes))
-            figures.append(f"{e.place(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")
+            figures.append(f"{e.label(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")
 
     def is_less(run: RunRecord) -> bool | None:
         return max(run.peak_bytes) < of_ddp[run] if run in of_ddp and run.peak_bytes else None

@@ -22,10 +22,7 @@ SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def collect(folders: list[Path]) -> list[RunRecord]:
-    """Return a RunRecord for each job of sweep folders and for each run folder, in order.
-
-    Raises ValueError, one line with path and fix, for any other folder or for records that cannot be read.
-    """
+    """Return the RunRecords of run folders and of all jobs in sweep folders. Raises ValueError for unreadable ones."""
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
     runs: dict[Path, RunRecord] = {}
@@ -35,7 +32,7 @@ def collect(folders: list[Path]) -> list[RunRecord]:
             for run in _read_folder(folder, root):
                 runs.setdefault(run.folder.resolve(), run)
         except ValueError as error:
-            raise ValueError(f"{error}; restore it or leave the folder out") from None
+            raise ValueError(f"{error}; restore the file, or leave the folder out of the report") from None
     return list(runs.values())
 
 
@@ -43,11 +40,11 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder).jobs
         if not jobs:
-            raise ValueError(f"{folder}: a sweep without jobs")
+            raise ValueError(f"{folder / 'jobs.json'}: has no jobs")
         return [_read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs]
     if (folder / "result.json").is_file():
         return [_read_run(folder, root, None)]
-    raise ValueError(f"{folder}: no jobs.json and no result.json here; expected a sweep or a run that has ended")
+    raise ValueError(f"{folder}: has no jobs.json and no result.json; expected a sweep, or a run that has ended")
 
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
@@ -86,7 +83,8 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 
 def _option(folder: Path, group: str) -> str:
-    """Return the file of a config group from Hydra's records. Searches the text, because parsing takes 10 ms."""
+    """Return the chosen option of a config group (`tiny` of `model`) from .hydra/hydra.yaml; empty if unknown."""
+    # Searching the text is quick; parsing it takes 10 ms.
     path = folder / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     match = re.search(rf"^    choices:\n(?:      .*\n)*?      {group}: (\S+)$", text, re.MULTILINE)
@@ -101,7 +99,7 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         first = str(error).splitlines()[0]
         raise ValueError(f"{path}: cannot be read as {kind} ({first})") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: not a record of this project")
+        raise ValueError(f"{path}: expected {kind} with keys and values, got {type(tree).__name__}")
     return flat(tree)
 
 

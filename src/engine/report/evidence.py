@@ -1,4 +1,4 @@
-"""Evidence for claims: the runs and groups of one machine, and the rules that turn measurements into a verdict."""
+"""Evidence for claims: the runs on one kind of hardware, and the rules that turn measurements into a verdict."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ClaimResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contrast (measured ratio) of two points, and the verdict on a claim about it."""
+    """Measured ratio of two configurations, and the verdict on a claim about this ratio."""
 
-    place: str  # see Evidence.place
+    label: str  # see Evidence.label
     group: Group
     a: MeasuredPoint
     b: MeasuredPoint
@@ -41,14 +41,14 @@ class Comparison:
     @property
     def doubt(self) -> str:
         if self.contrast.verdict == INCONCLUSIVE:
-            return f"{self.place}: {verdict_text(self.contrast)}"
-        # The limit of the claim is not 1.
-        return f"{self.place}: the interval contains the limit; more blocks would decide"
+            return f"{self.label}: {verdict_text(self.contrast)}"
+        # The ratio differs from 1, but this claim has another limit.
+        return f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs on one kind of hardware, and their groups with contrasts."""
+    """All runs on one kind of hardware, and their groups of configurations with measured ratios."""
 
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
@@ -75,17 +75,17 @@ class Evidence:
         return [(group, point) for group, point in points if point.strategy == strategy and point.devices > 1]
 
     def comparisons(self, measure: str, strategy: str, other: str) -> list[Comparison]:
-        """Return comparisons of `strategy` on 2 or more devices with `other`, in ascending order of devices."""
+        """Return comparisons of `measure` between `strategy`, on 2 devices or more, and strategy `other`."""
         comparisons = []
         for group in self.groups:
             for contrast in group.contrasts.get(measure, ()):
                 a, b = group.named(contrast.a), group.named(contrast.b)
                 if (a.strategy, b.strategy) == (strategy, other) and a.devices > 1 and contrast.ratio is not None:
-                    comparisons.append(Comparison(self.place(group, a), group, a, b, contrast, contrast.verdict))
+                    comparisons.append(Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict))
         return comparisons
 
-    def place(self, group: Group, point: MeasuredPoint) -> str:
-        """Return the label of the point, with the title of its group if there are several groups."""
+    def label(self, group: Group, point: MeasuredPoint) -> str:
+        """Return the label of a configuration, with the title of its group if there are several groups."""
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
     def in_every_run(
@@ -96,16 +96,15 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Check `is_true` in every run of `strategy`: supported if no run gives False. None means not recorded.
+        """Call `is_true` on each run of `strategy`. Return a claim's result: supported if no call returns False.
 
-        This needs no repeats, because such values have no noise. `failed`: runs that ended because it is false.
+        `is_true` returns None if a run lacks the record. `failed`: further runs, failed because the claim is false there.
         """
         answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(failed, False)
         known = {run: answer for run, answer in answers.items() if answer is not None}
         if not known:
-            return missing(
-                f"{strategy} on 2 or more devices with these records", f"parallel={strategy} parallel.devices=2"
-            )
+            needed = f"{strategy} on 2 or more devices with these records"
+            return missing(needed, f"parallel={strategy} parallel.devices=2")
         false_in = [run.name for run, answer in known.items() if not answer]
         count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
         figure = "; ".join(filter(None, (figures, count)))
@@ -121,12 +120,12 @@ def missing(runs: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> Cl
 def evaluate_claim(
     comparisons: Sequence[Comparison], unit: str, rule: str = "", otherwise: ClaimResult | None = None
 ) -> ClaimResult:
-    """Evaluate a claim: not supported if one comparison fails, else inconclusive if one is, else supported.
+    """Combine comparisons to a claim's result: not supported if any is, else inconclusive if any is, else supported.
 
-    `otherwise`: the result without any comparison.
+    Returns `otherwise` if there are no comparisons.
     """
     if not comparisons:
-        return otherwise or missing("dp and ddp on the same devices in one block")
+        return otherwise or missing("dp and ddp on the same devices in one repeat")
     verdicts = {comparison.verdict for comparison in comparisons}
     verdict = next((v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE)
     deciding = [comparison for comparison in comparisons if comparison.verdict == verdict]
@@ -134,9 +133,9 @@ def evaluate_claim(
     if verdict == NOT_MEASURABLE:
         reason = "most runs were disturbed"
     elif verdict == NOT_SUPPORTED and len(verdicts) > 1:
-        reason = f"not for {join_short(comparison.place for comparison in deciding)}"
+        reason = f"not for {join_short(comparison.label for comparison in deciding)}"
     elif verdict == INCONCLUSIVE:
         reason = join_short(comparison.doubt for comparison in deciding)
-    figure = join_short(f"{c.place}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons)
+    figure = join_short(f"{c.label}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons)
     runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))
     return ClaimResult(verdict, figure, "; ".join(filter(None, (rule, reason))), runs)

@@ -1,4 +1,4 @@
-"""SVG plots of one group with their data. Okabe and Ito's colors suit color-blind readers; marks survive gray print."""
+"""SVG plots of one group of configurations. Okabe and Ito's colors suit color-blind readers; marks survive gray print."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plot:
 
 
 def draw(group: Group) -> list[Plot]:
-    """Draw every plot for which this group has measurements."""
+    """Draw the plots of speed, step time and memory for which this group has measurements."""
     fastest = sorted(group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True)
     shown = [point.label for point in fastest[:MOST_POINTS]]
     runs = group.speeds
@@ -65,7 +65,7 @@ def draw(group: Group) -> list[Plot]:
 
 
 def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: str, height: float = HEIGHT) -> str:
-    """Return the plot as SVG for a page. `salt` makes its ids unique and reproducible; `height` is in inches."""
+    """Return what `paint(axes, frame)` draws as SVG text. `salt` makes its ids unique; `height` is in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -90,7 +90,7 @@ def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: 
 
 
 def short(label: str) -> str:
-    """Cut a label that would leave no room for the axes; tables have the whole text."""
+    """Cut a label to LONGEST_LABEL characters, so that the axes keep their room."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
@@ -138,7 +138,10 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
         medians = runs.groupby("devices")[SPEED].median()
         axes.plot(medians.index, medians, ("-", "--", "-.", ":")[number % 4], color=color, linewidth=1.2, label=name)
         axes.plot(runs["devices"], runs[SPEED], marker, color=color, markersize=4.5, alpha=0.75)
-    _ring(axes, kept[kept["flagged"]].set_index("devices")[SPEED])
+    flagged = kept[kept["flagged"]]
+    if len(flagged):
+        ring: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "label": "flagged"}
+        axes.plot(flagged["devices"], flagged[SPEED], "o", color=QUIET, **ring)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlim=(0.8, devices + 0.2), xlabel="devices", ylabel="images/s")
     axes.set_ylim(bottom=0)
@@ -179,11 +182,6 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
         bars = axes.bar(centers, peaks["gib"], width, yerr=reach, color=color, **looks)
         bars.patches[0].set_hatch("///")
     _name_bars(axes, list(frame["point"].unique()), "peak, GiB per device")
-
-
-def _ring(axes: Axes, flagged: pd.Series[Any]) -> None:
-    if len(flagged):
-        axes.plot(flagged.index, flagged, "o", color=QUIET, markersize=10, markerfacecolor="none", label="flagged")
 
 
 def _name_bars(axes: Axes, names: list[str], height: str) -> None:

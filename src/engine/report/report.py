@@ -21,13 +21,13 @@ from src.engine.analysis.settings import SettingGroup, setting_groups
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE
 from src.engine.analysis.tuning import recommend_fastest
 from src.engine.analysis.wording import percent
-from src.engine.machine.files import read_json, write_json, write_text
+from src.engine.machine.files import write_json, write_text
 from src.engine.record.jobs import Jobs, read_jobs
 from src.engine.report import plots, setting_tables, tables
 from src.engine.report.claims import evaluate_claims
 from src.engine.report.collect import collect
 from src.engine.report.evidence import ClaimResult, Evidence
-from src.engine.report.records import FORMAT, plain, relative, row
+from src.engine.report.records import plain, relative, row
 from src.engine.report.setting_plots import draw_settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,14 +60,14 @@ class Report:
 
     @property
     def table(self) -> tables.Table | None:
-        """Table of the first group."""
+        """Table of the first group of configurations; None without groups."""
         if self.settings:
             return setting_tables.settings_table(self.settings[0])
         return tables.points_table(self.groups[0]) if self.groups else None
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
-    """Group and compare the runs, and return the report. It names the sweeps among `folders`."""
+    """Group and compare the runs, and return the report. Reads jobs.json of the sweep folders among `folders`."""
     # If sweeps have different limits, the largest counts.
     limits = [run.config.get("sweep.smallest_difference") for run in runs]
     smallest = max((limit for limit in limits if isinstance(limit, float) and limit > 0), default=SMALLEST_DIFFERENCE)
@@ -86,27 +86,11 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     return Report(sweeps, runs, ", ".join(counts), smallest, leads, groups, settings, claims)
 
 
-@dataclass(frozen=True)
-class Headline:
-    """Headline result of a report, for a terminal."""
-
-    sentence: str  # empty if no job has comparable figures
-    command: str  # that trains the recommended configuration; empty if none is recommended
-    rows: list[dict[str, str]]  # of the first table, as text by column
-
-
-def read_headline(folder: Path) -> Headline:
-    """Read the headline result from report.json in `folder`."""
-    report = read_json(folder / "report.json", FORMAT, "was a report written here?")
-    lead = report["lead"] or {"sentence": "", "command": ""}
-    return Headline(lead["sentence"], lead["command"], report["table"])
-
-
 def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
-    """Write the four files and the plots into `out`, by default the first folder, and return the path of report.html.
+    """Write report.html, .md, .csv, .json and plots into `out`, by default the first folder. Return report.html's path.
 
     Takes finished and unfinished sweeps and single run folders, of any number of machines.
-    Raises ValueError, one line with path and fix, for any other folder or one that cannot be read.
+    Raises ValueError for any other folder or one that cannot be read.
     """
     runs = collect(sweep_folders)
     out = (out or sweep_folders[0]).resolve()
@@ -143,10 +127,10 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
 
 
 def _draw(report: Report, folder: Path) -> Drawn:
-    """Draw the first groups (all would make report.html too large). Write each plot and its data to a file."""
+    """Draw plots of the first groups only, which limits the size of report.html. Write each plot and its data to files."""
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
-    # Below a comparison of settings, the speed of a group with one point is in the table.
+    # Below a comparison of settings, the speed of a group with one configuration is in the table.
     of_speed = [group for group in report.groups if not report.settings or len(group.points) > 1]
     drawn: Drawn = {}
     size = 0

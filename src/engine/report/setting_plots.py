@@ -1,4 +1,4 @@
-"""Plots of a sweep over settings: values with their seeds, learning curves, the swept keys, and the metric against speed."""
+"""Plots of a sweep over settings: the metric by seed, over the steps, by swept key and against speed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ DECADES = 10  # values that span this factor have a logarithmic axis
 
 
 def draw_settings(group: SettingGroup) -> list[Plot]:
-    """Draw every plot for which this group has measurements; of many settings the best ones and the baseline."""
-    sign, factor = group.scale.sign, 100 if group.scale.is_proportion else 1
-    ranked = sorted(group.settings, key=lambda setting: (setting is not group.baseline, -sign * setting.mean))
+    """Draw the plots for which this group has measurements. Of many settings, shows the best ones and the baseline."""
+    factor = 100 if group.scale.is_proportion else 1
     name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
-    shown = [setting for setting in group.settings if setting in ranked[:MOST_POINTS]]
+    shown = group.best(MOST_POINTS)
     runs = pd.DataFrame(
         [[s.label, str(block), value * factor] for s in group.settings for block, value in s.values.items()],
         columns=["setting", "block", "value"],
@@ -40,7 +39,7 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
         plots.append(
             Plot("values", svg(partial(_paint_values, name=name), picked, f"{group.title}values", height), runs)
         )
-    curves = _curves([s for s in group.settings if s in ranked[:MOST_LINES]], group.metric, factor)
+    curves = _curves(group.best(MOST_LINES), group.metric, factor)
     if len(curves) > curves["setting"].nunique():
         plots.append(Plot("curves", svg(partial(_paint_curves, name=name), curves, f"{group.title}curves"), curves))
     table = pd.DataFrame([{**s.settings, "mean": s.mean * factor} for s in group.settings])
@@ -83,7 +82,7 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, name: str) -> None:
 
 
 def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
-    """Return mean, smallest and largest value over the seeds at each step that all runs of a setting evaluated."""
+    """Return a table of mean, smallest and largest value over the seeds, for each step that all runs evaluated."""
     rows = []
     for setting in settings:
         steps: dict[int, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Convert the settings of a sweep to a table of text, and a table to Markdown or LaTeX for an article."""
+"""Table of a sweep over settings, and its conversion to Markdown or LaTeX for an article."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ VERDICT, DETECTABLE = "better?", "min. detectable difference"
 
 
 def settings_table(group: SettingGroup) -> Table:
-    """Return a row per setting in the order of the sweep, without columns that are empty for all settings."""
-    sign = group.scale.sign
-    ranked = sorted(group.settings, key=lambda setting: (setting is not group.baseline, -sign * setting.mean))
-    shown = [setting for setting in group.settings if setting in ranked[:MOST_ROWS]]
+    """Return a table with a row per setting in the order of the sweep, without empty columns."""
+    shown = group.best(MOST_ROWS)
     rows = [_row(group, setting) for setting in shown]
     filled = {name for row in rows for name, text in row.items() if text not in (DASH, "")} | set(group.keys)
     rows = [{name: text for name, text in row.items() if name in filled} for row in rows]

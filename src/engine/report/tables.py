@@ -11,21 +11,13 @@ from src.engine.analysis.configurations import values
 from src.engine.analysis.groups import Group, MeasuredPoint
 from src.engine.analysis.runs import RunRecord
 from src.engine.analysis.statistics import Summary
-from src.engine.analysis.wording import (
-    DASH,
-    effect_text,
-    figure,
-    join_short,
-    percent,
-    verdict_text,
-    with_range,
-)
+from src.engine.analysis.wording import DASH, effect_text, figure, join_short, percent, verdict_text, with_range
 from src.engine.config.suggest import is_lower_better
 from src.engine.machine.text import yaml_text
 
 NOT_HERE = "n/a"
-MOST_LINKS, MOST_NAMED = 12, 12  # folders of a point; outliers and flagged runs of a group
-OUTLIER = 0.75  # a run below this share of its point's median speed is named
+MOST_LINKS, MOST_NAMED = 12, 12  # folders of a configuration; outliers and flagged runs of a group
+OUTLIER = 0.75  # a run below this share of its configuration's median speed is named
 MOST_DEVICES = 8
 MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
 LONGEST_REASON = 240  # characters
@@ -42,7 +34,7 @@ class Table:
 
 
 def points_table(group: Group) -> Table:
-    """Return a row per point (configuration), without columns that are empty for all points."""
+    """Return a table of speed, memory and metrics with a row per configuration, without empty columns."""
     metrics = list(dict.fromkeys(name for point in group.points for name in point.metrics))
     largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
@@ -83,7 +75,7 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
 
 
 def contrasts_table(group: Group) -> Table:
-    """Return a row per speed comparison in the group, with its verdict."""
+    """Return a table of the compared pairs of configurations: ratio of images/s, interval and verdict."""
     rows = [
         {
             "A over B, images/s": f"{contrast.a} over {contrast.b}",
@@ -98,7 +90,7 @@ def contrasts_table(group: Group) -> Table:
 
 
 def disturbed_table(group: Group) -> Table:
-    """Return a row per run whose speed other programs or heat may have disturbed, with the reasons; at most MOST_NAMED."""
+    """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or heat, with reasons."""
     flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
     rows = [{"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)} for r, p in flagged[:MOST_NAMED]]
     notes = [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."] if len(flagged) > MOST_NAMED else []
@@ -106,7 +98,7 @@ def disturbed_table(group: Group) -> Table:
 
 
 def parts_table(group: Group) -> Table:
-    """Return a row per profiled point with the time of each part of a step; no rows if none was profiled."""
+    """Return a table of milliseconds per part of a step, with a row per configuration that was profiled."""
     names = list(dict.fromkeys(name for point in group.points for name in point.parts))
     rows = []
     for point in group.points:
@@ -118,7 +110,7 @@ def parts_table(group: Group) -> Table:
 
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    """Return all keys of the runs' configs and environments with their values; keys that differ come first."""
+    """Return tables of keys and values: config keys that differ between the runs, equal ones, hardware and versions."""
     config = values(run.config for run in runs)
     environment = {}
     for key, seen in values(run.environment for run in runs).items():
@@ -138,7 +130,7 @@ def _settings_table(caption: str, settings: Mapping[str, list[Any]]) -> Table:
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
-    """Return a row per job without comparable measurements, with the reason."""
+    """Return a table of the jobs that cannot be compared, such as failed ones, with the reason."""
     unfinished = [run for run in runs if not run.comparable]
     shown = unfinished[:MOST_UNFINISHED]
     rows = [

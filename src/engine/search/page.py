@@ -1,4 +1,4 @@
-"""Writes a search's `search.html`: the best trial and its command, Optuna's plots, and a table of the trials."""
+"""Write `search.html` of a search: the best trial and its command, Optuna's plots, and a table of the trials."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
 
 
 def draw_study(study: optuna.Study, metric: str) -> list[str]:
-    """Return, as HTML, the Optuna plots for which the study has enough values."""
+    """Draw Optuna's plots of a study, those for which it has enough trials, and return them as HTML images."""
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
     values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-    # These plots take the name of the metric.
+    # These plot functions have a parameter `target_name`.
     of_values: list[Any] = [plots.plot_optimization_history, plots.plot_slice] if values else []
     if len(values) >= MIN_FOR_IMPORTANCES and len(set(values)) > 1:
         of_values.append(plots.plot_param_importances)

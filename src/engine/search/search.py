@@ -37,7 +37,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
     """Create and run a new search. Return the exit code."""
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
-        raise ValueError("cluster.submit=false: a search submits its trials one after another; use true")
+        raise ValueError("cluster.submit=false: a search submits its trials one after another; use cluster.submit=true")
     check_scheduler(config.cluster)
     space = read_space(command)
     check_jobs_data(check_space(config, base.tree, space), check_data)
@@ -85,12 +85,12 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[DataConf
 
 
 class Search(Runner):
-    """Runs a search: asks the study for a trial whenever one may start. A trial's number is its job id."""
+    """Runner of a search: asks the study for the next trial when a job may start. A trial's number is its job id."""
 
     needed_at_end = ("src.engine.search.page",)
 
     def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
-        """`max_jobs`: concurrent trials; None: limited by devices only."""
+        """Open the study and list the trials to run. `max_jobs`: concurrent trials; None: as many as devices allow."""
         self.config, self.base, self.space = read_search(jobs.folder)
         super().__init__(jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None)
         self.study = open_study(jobs.folder, self.config, is_new)
@@ -112,11 +112,11 @@ class Search(Runner):
                 sync_from_result(job, jobs.folder / job.folder)
             if job.status in UNFINISHED:
                 job.reset()
-        self._next: Job | None = None  # asked for, not started
-        self._trials: dict[int, optuna.Trial] = {}  # asked for, result not in the study
+        self._next: Job | None = None  # the study has chosen it, but it has not started
+        self._trials: dict[int, optuna.Trial] = {}  # the study has chosen them, but does not have their results
 
     def waiting(self) -> list[Job]:
-        """Return the next trial, if any. The study chooses it only when it may start, to use all earlier results."""
+        """Return a list with the next trial, if any. The study chooses it as late as possible, to use earlier results."""
         if self._next is None and not self._scheduler.is_full and not self._has_failed_too_often():
             self._next = self._ask()
         return [] if self._next is None else [self._next]
@@ -131,16 +131,17 @@ class Search(Runner):
         super().ended(job)
 
     def _ask(self) -> Job | None:
-        """Return the next trial to run, its config saved; None: no more. Record trials that cannot run or are done."""
+        """Choose the next trial that can run here, save its config and return its job; None if no trial is left."""
         while self._to_come:
             job = self._to_come.pop(0)
             trial = ask(self.study, self.config.search, self.space, job.id, self.max_jobs)
             self._trials[job.id] = trial
-            # A half-done trial keeps its config.
+            # A trial that an earlier process started keeps its config.
             if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):
                 self._freeze(job, trial)
             if job.status == "waiting":
                 return job
+            # This trial cannot run here, or is done already.
             self.ended(job)
         return None
 
@@ -175,7 +176,7 @@ class Search(Runner):
         if self.failed <= limit * self.n_trials:
             return False
         if self._to_come:
-            reason = f"more than search.max_failure_rate={limit:g} allows"
+            reason = f"more than search.max_failure_rate={limit:g} allows; no more trials start"
             print(f"{self.failed} of {self.n_trials} trials have failed, {reason}", file=sys.stderr)
         self._to_come.clear()
         return True

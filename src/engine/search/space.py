@@ -58,7 +58,7 @@ class Dimension:
 
 
 def read_space(command: Command) -> list[Dimension]:
-    """Read the space from `search.params`, `hydra.sweeper.params` and overrides. A key with one value is left out."""
+    """Read the search space from config and overrides. An override with a single value removes its key."""
     from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -74,7 +74,7 @@ def read_space(command: Command) -> list[Dimension]:
         if command.loader.get_group_options(name, ObjectType.CONFIG):
             raise ValueError(f"{written}: {name} is a group; search {name}.<key>, or sweep over it without search=…")
         if name.split(".")[0] in NOT_SEARCHED:
-            raise ValueError(f"{written}: cannot be searched; set a single value")
+            raise ValueError(f"{written}: {name} cannot be searched; set a single value")
         if not is_known(name):
             raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
     return list(space.values())
@@ -109,14 +109,14 @@ def _dimension(override: Any) -> Dimension:
             raise ValueError(f"{written}: unknown tag {', '.join(sorted(tags))}; allowed: log, int, float")
         low, high = (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
         if not low < high or ("log" in tags and low <= 0):
-            raise ValueError(f"{written}: expected a < b, and a > 0 on a log scale")
+            raise ValueError(f"{written}: expected interval(a,b) with a < b, and a > 0 with tag(log)")
         return Dimension(name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags)
     if tags:
         raise ValueError(f"{written}: tag({', '.join(sorted(tags))}) requires interval(a,b)")
     if override.is_range_sweep():
         numbers = sorted(sweep.range()) if sweep.step else []
         if not numbers:
-            raise ValueError(f"{written}: this range is empty")
+            raise ValueError(f"{written}: this range is empty; expected range(start,stop) with start < stop")
         return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
     if not override.is_choice_sweep():
         raise ValueError(f"{written}: expected {SWEPT}")
@@ -124,19 +124,21 @@ def _dimension(override: Any) -> Dimension:
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
-    """Refuse contradicting settings, invalid bounds, and a search that cannot run here. Return a config per dataset."""
+    """Raise ValueError if a search is invalid or cannot run here. Return a config per combination of searched data keys."""
     settings, metric = config.search, config.optimized_metric
     direction = natural_direction(metric)
     if settings.direction not in (None, direction):
-        raise ValueError(f"search.direction={settings.direction}: {metric} requires {direction}")
+        raise ValueError(f"search.direction={settings.direction}: {metric} requires search.direction={direction}")
     if settings.pruner != "none" and not metric.startswith("val/"):
-        raise ValueError(f"search.pruner={settings.pruner}: {metric} is known only at the end; use search.pruner=none")
+        reason = f"{metric} is known only at the end of a trial; use search.pruner=none"
+        raise ValueError(f"search.pruner={settings.pruner}: {reason}")
     if config.sweep.dry_run:
         raise ValueError("sweep.dry_run=true: a search chooses each trial while it runs; leave it out")
     if config.sweep.repeats != 1:
         raise ValueError(f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave it out")
     if not space:
-        raise ValueError("search.params: nothing to search; e.g. 'optim.lr=tag(log,interval(1e-4,1e-1))'")
+        example = "'optim.lr=tag(log,interval(1e-4,1e-1))'"
+        raise ValueError(f"search.params: no key to search; give a key several values, for example {example}")
     ends: list[list[str]] = []
     for dimension in space:
         ends.append([dimension.override(value) for value in dimension.options or (dimension.low, dimension.high)])
@@ -157,7 +159,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
 
 
 def _corners(ends: list[list[str]]) -> list[list[str]]:
-    """Return combinations of the dimensions' lowest and highest values, up to a limit."""
+    """Return combinations of the dimensions' lowest and highest values, at most MAX_CORNERS."""
     return [list(corner) for corner in itertools.islice(itertools.product(*ends), MAX_CORNERS)]
 
 
@@ -166,7 +168,7 @@ def natural_direction(metric: str) -> str:
 
 
 def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
-    """Return a trial's config: the search's saved base config with `overrides`, one value per key."""
+    """Return the configuration of trial `number`: a copy of the search's base config, changed by `overrides`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     tree = copy.deepcopy(base)
@@ -184,7 +186,7 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
 
 
 def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **settings: Any) -> None:
-    """Write search.yaml, which later trials need: the base config, the space, and the final settings of the search."""
+    """Write search.yaml: the base config of all trials, the search space, and the final settings of the search."""
     tree = copy.deepcopy(base)
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
@@ -195,26 +197,26 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
 
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
-    """Read the settings, base and space that `freeze_search` wrote."""
+    """Read search.yaml of a search. Return its settings, the base config of all trials, and the search space."""
     tree = read_frozen(folder / FROZEN)
     config = to_config(tree)
     return config, tree, parse_space(config.search.params)
 
 
 def read_frozen(path: Path) -> DictConfig:
-    """Read a composed config with its `hydra` block, as `trial_point` takes it. Raises ValueError with the path."""
+    """Read a saved config with its `hydra` block. Raises ValueError if the file is missing or damaged."""
     try:
         tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
-        raise ValueError(f"{path}: missing or damaged") from None
+        raise ValueError(f"{path}: missing or damaged; restore the file, or start again in a new folder") from None
     drop_removed_keys(tree)
     OmegaConf.set_struct(tree, True)
     return tree
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Return the overrides that apply to trials, without the search's own, so that a trial's command needs no -m."""
+    """Return the overrides without those of search and sweep, so that a trial's command runs without -m."""
     kept = [item for item in overrides if not item.lstrip("+").startswith(("search=", "search.", "sweep."))]
     # Without search=… on the command line, another override, such as experiment=…, has chosen the search.
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)

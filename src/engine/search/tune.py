@@ -1,6 +1,6 @@
 """Tuning (`sweep.tune`): find the settings that train one configuration fastest on this machine.
 
-First each setting runs alone, in few blocks: the screening. Then a sweep measures the best setting and combinations
+First each setting runs alone, with few repeats: the screening. Then a sweep measures the best setting and combinations
 again, and the report uses this sweep only, because the screening's figures of the settings that it chose are too good.
 """
 
@@ -101,7 +101,7 @@ def _run(folder: Path, screening: Jobs) -> int:
 
 
 def _settings_alone(current: Point) -> list[Point]:
-    """Return the current settings and each setting of `sweep.tune` alone, without those that change nothing here."""
+    """Return the current configuration, and a copy with each setting of `sweep.tune` that changes something here."""
     points = [current]
     for number, text in enumerate(current.config.sweep.tune, 1):
         try:
@@ -118,14 +118,14 @@ def _settings_alone(current: Point) -> list[Point]:
 
 
 def _fits(point: Point) -> bool:
-    """Return False for more threads than cores, which are never faster."""
+    """Return False if a configuration on CPU has more threads than cores, because it is never faster."""
     assert isinstance(point.config, ResolvedConfig)
     parallel = point.config.parallel
     return parallel.accelerator != "cpu" or parallel.threads_per_device * parallel.devices <= hardware.cores()
 
 
 def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
-    """Return the overrides of the combinations to measure again."""
+    """Return the overrides of the best settings and combinations of a screening, which are to be measured again."""
     from src.engine.analysis.tuning import finalists
     from src.engine.report.collect import collect  # slow to import
 

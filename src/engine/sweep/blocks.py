@@ -1,13 +1,12 @@
-"""Repeats a sweep in blocks: a block runs every configuration once, in a random order and with a different seed.
+"""Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with another seed.
 
-So drift of the machine favors none, and accuracies are paired per block (Fisher 1935, The Design of Experiments).
-The baseline also runs before the first block and after the last, to warm the machine up and to measure its drift.
+Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The Design of Experiments).
+One configuration, the baseline, also runs first and last, to warm the machine up and to measure its drift.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import secrets
 import shutil
@@ -31,9 +30,10 @@ MIN_BLOCKS = 3  # of sweep.repeats=auto; fewer leave the intervals too few degre
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Refuse sweep.repeats if the sweep also varies the seed, and a sweep.baseline that no point has."""
+    """Raise ValueError if a repeated sweep also varies the seed, or if no configuration matches sweep.baseline."""
     if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
-        raise ValueError(f"sweep.repeats={settings.repeats}: block b has seed + b, but seed is swept; drop one of them")
+        fix = "repeats differ in their seeds, but the sweep also varies seed; drop one of the two"
+        raise ValueError(f"sweep.repeats={settings.repeats}: {fix}")
     if settings.baseline is not None:
         from src.engine.analysis.settings import check_baseline  # slow to import
 
@@ -42,7 +42,7 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
 
 
 def count_blocks(settings: SweepConfig) -> int:
-    """Return the number of blocks that a sweep starts with; with sweep.repeats=auto, it may append more."""
+    """Return the number of repeats that a sweep starts with; with sweep.repeats=auto, it may append more."""
     return min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
 
 
@@ -61,9 +61,9 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
         _append(jobs, [_repeat(_baseline(first, points), None, "baseline_first")])
     _append(jobs, first, block=0)
     for _ in range(1, count_blocks(settings)):
-        _append_block(jobs)
+        append_block(jobs)
     if settings.repeats != "auto":
-        _append_baseline(jobs)
+        append_baseline(jobs)
     # First, so that a sweep that is killed while it writes the folders can be resumed.
     jobs.write()
     write_folders(jobs, points)
@@ -72,7 +72,7 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
 
 
 def write_folders(jobs: Jobs, points: Sequence[Point] = ()) -> None:
-    """Write the folders of all jobs without one: the first block's from `points`, which the other blocks copy."""
+    """Write the missing job folders: of the first repeat from `points`, of later ones as copies with another seed."""
     first = {tuple(job.overrides): job for job in jobs.jobs if job.block == 0}
     todo = [job for job in [*first.values(), *jobs.jobs] if job.status == "waiting"]
     by_overrides = {tuple(point.overrides): point for point in points}
@@ -87,24 +87,13 @@ def write_folders(jobs: Jobs, points: Sequence[Point] = ()) -> None:
 
 
 def _baseline(jobs: list[Job], points: list[Point]) -> Job:
-    """Return the job whose repeats measure the machine's drift: the first that can run here, preferably on 1 device."""
+    """Return the job that runs first and last to measure drift: the first that can run here, preferably on 1 device."""
     can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
     return min(can_run, key=lambda pair: not pair[1].config.parallel.has_one_device)[0]
 
 
 def append_block(jobs: Jobs) -> None:
-    """Append a block, with folders, that repeats all jobs of the first one that are done."""
-    _append_block(jobs)
-    write_folders(jobs)
-
-
-def append_baseline(jobs: Jobs) -> None:
-    """Append the baseline again as the last job, with its folder, if the sweep began with it."""
-    _append_baseline(jobs)
-    write_folders(jobs)
-
-
-def _append_block(jobs: Jobs) -> None:
+    """Append jobs that repeat all configurations once more, except failed and skipped ones. Writes no folders."""
     first = [job for job in jobs.jobs if job.block == 0]
     block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
     again = [job for job in first if job.status in ("waiting", "done")]
@@ -112,14 +101,15 @@ def _append_block(jobs: Jobs) -> None:
     _append(jobs, copies, block)
 
 
-def _append_baseline(jobs: Jobs) -> None:
+def append_baseline(jobs: Jobs) -> None:
+    """Append an extra job of the baseline configuration, which measures drift, if the sweep began with one."""
     first = jobs.jobs[0]
     if first.block is None and jobs.jobs[-1].block is not None:
         _append(jobs, [_repeat(first, None, "baseline_last")])
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """Return True if a confidence interval of the report is wider than `precision`. All jobs so far must have ended."""
+    """Return True if a speed ratio's confidence interval is wider than sweep.precision allows. All jobs must have ended."""
     from src.engine.analysis.contrasts import SPEED, with_contrasts
     from src.engine.analysis.groups import group_runs
     from src.engine.report.collect import collect  # slow to import
@@ -132,16 +122,15 @@ def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
 
 
 def _half_width(contrast: Contrast) -> float:
-    """Return the distance from a ratio to the farther end of its interval, relative to the ratio; 0 if it is None."""
+    """Return the relative distance from a ratio to the farther end of its confidence interval; 0 without a ratio."""
     if contrast.ratio is None:
         return 0.0
-    if contrast.low is None or contrast.high is None:
-        return math.inf
-    return max(contrast.high / contrast.ratio, contrast.ratio / contrast.low) - 1
+    low, high = contrast.interval
+    return max(high / contrast.ratio, contrast.ratio / low) - 1
 
 
 def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
-    """Append `more` jobs as block `block`; in the random order of that block if the sweep is shuffled."""
+    """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of this repeat."""
     if block is not None and jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)
     for job in more:
@@ -150,7 +139,7 @@ def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
 
 
 def _repeat(source: Job, block: int | None, subdir: str) -> Job:
-    """Return a job without a folder that repeats `source` with the seed of `block`."""
+    """Return a job that repeats `source`, with the seed of repeat number `block`. Writes no folder."""
     assert source.seed is not None
     return Job(0, source.name, subdir, source.overrides, block, source.seed + (block or 0) - (source.block or 0))
 

@@ -1,4 +1,4 @@
-"""Progress of a sweep on the console: a line per ended job, and a bar in a terminal."""
+"""Print the progress of a sweep: a line per ended job, and a progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PipeSafeConsole(Console):
 
 
 class Board:
-    """Shows the jobs of a sweep while they run."""
+    """Console output of a running sweep: a line per ended job, and a progress bar in a terminal."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -41,7 +41,7 @@ class Board:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Context: show the progress bar while the `with` block runs."""
+        """Show the progress bar while the code of the `with` statement runs."""
         self.say(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}")
         with self._bar:
             yield
@@ -74,10 +74,7 @@ class Board:
 
 @contextmanager
 def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Context: show on stderr how many of `total` are done, if it takes long: a bar in a terminal, else lines.
-
-    The block calls the function that it receives after each one.
-    """
+    """Show the progress of a slow loop on stderr. Yields a function to call after each of `total` items."""
     console = PipeSafeConsole(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
     bar = Progress(*COLUMNS, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
     task = bar.add_task(doing, total=total)

@@ -1,6 +1,6 @@
-"""Composes the configurations of a sweep: Hydra composes once per choice of groups, and values are set in copies.
+"""Compose the configurations of a sweep quickly: Hydra composes each choice of config groups once, copies get the values.
 
-Hydra alone takes a tenth of a second for each configuration, because it builds the same list of defaults again.
+Hydra alone takes a tenth of a second for each configuration, because it builds the list of defaults every time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from src.schema import Config, leaves
 
 @dataclass
 class _Base:
-    """Trees composed without values, pickled: a copy by pickle takes half the time of `copy.deepcopy`."""
+    """Config composed without overrides of values, pickled: unpickling takes half the time of `copy.deepcopy`."""
 
     tree: bytes
     merged: bytes | None  # into the schema; None if that needs the values, or the main config leaves the schema out
 
 
 class Composer:
-    """Composes a sweep's configurations as Hydra does, with all its checks, from a few composed bases."""
+    """Composer of a sweep's configurations with the same results and errors as Hydra, from a few cached configs."""
 
     def __init__(self, command: Command) -> None:
         self._command = command
         self._bases: dict[tuple[str, ...], _Base] = {}
 
     def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig | None]:
-        """Return the tree that Hydra composes from `overrides`, and the tree merged into the schema.
+        """Return the config that Hydra composes from `overrides`, and the same config merged into the schema.
 
-        The second is None if it has to be merged in full, for example after `~key`.
+        The second is None if the caller has to merge the first, for example after `~key`.
         """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -58,12 +58,12 @@ class Composer:
         return tree, merged
 
     def _selects_files(self, override: Any) -> bool:
-        """Return True if Hydra may load other files for this override: of a group or of the `hydra` block."""
+        """Return True if Hydra may load other files for this override, which sets a config group or a `hydra` key."""
         is_group = self._command.loader.repository.group_exists(override.key_or_group)
         return override.is_hydra_override() or (is_group and not isinstance(override.value(), dict))
 
     def _base(self, overrides: list[str]) -> _Base:
-        """Compose with overrides that select files, once."""
+        """Compose the config of `overrides`, which select files; return a cached one if they occurred before."""
         if tuple(overrides) not in self._bases:
             tree = self._command.loader.load_sweep_config(self._command.tree, overrides)
             self._bases[tuple(overrides)] = _Base(pickle.dumps(tree), _merged(tree))
@@ -80,7 +80,7 @@ def _merged(tree: DictConfig) -> bytes | None:
 
 
 def _sets_a_value(override: Any) -> bool:
-    """Return True if setting the value before or after the merge into the schema gives the same tree."""
+    """Return True if this override gives the same config before and after the merge into the schema."""
     # The merge gives a deleted or missing value the default of the schema.
     if override.is_delete() or "???" in str(override.value()):
         return False
@@ -90,6 +90,6 @@ def _sets_a_value(override: Any) -> bool:
 
 @cache
 def _keys() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the dotted keys of all values of the schema, and the prefixes of keys below free dictionaries."""
+    """Return the dotted keys of the schema, and the prefixes of keys with free names, such as `model.kwargs.`."""
     keys = {key: value for key, value, _ in leaves(Config())}
     return frozenset(keys), tuple(f"{key}." for key, value in keys.items() if isinstance(value, dict))

@@ -37,7 +37,7 @@ def show_points(points: list[Point], settings: SweepConfig, training_size: Calla
 
 
 def count_runs(points: list[Point], settings: SweepConfig) -> str:
-    """Format the number of runs in all blocks, with the baseline's two; jobs that cannot run here are skipped."""
+    """Format the number of runs in all repeats, with the baseline's two extra runs, without jobs that cannot run here."""
     can_run, blocks = sum(not point.reason for point in points), count_blocks(settings)
     if settings.repeats == 1 or not can_run:
         return f"{can_run} runs"
@@ -48,7 +48,7 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:
-    """Return the cells below HEADINGS, without the overrides. `size`: of the training split."""
+    """Return the table cells of a configuration except its overrides. `size`: training images, None if unknown."""
     if point.reason:
         return "", "", "", "", f"skipped: {point.reason}"
     config = point.config

@@ -1,4 +1,4 @@
-"""The headline result of a sweep's report, in the terminal."""
+"""Print the headline result of a sweep's report in the terminal."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from src.engine.machine.files import read_json
+
 MOST_ROWS = 20
 
 
 def show_headline(folder: Path) -> None:
-    """Print the table and the first sentence of the report in `folder`, and the command that it recommends."""
-    from src.engine.report.report import read_headline  # slow to import
+    """Print the table and the first sentence of report.json in `folder`, and the command that the report recommends."""
+    from src.engine.report.records import FORMAT  # slow to import
 
-    headline = read_headline(folder)
+    report = read_json(folder / "report.json", FORMAT, "was a report written here?")
+    rows = report["table"]
     console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False)
-    if headline.rows:
-        table = Table(*headline.rows[0])
-        for row in headline.rows[:MOST_ROWS]:
+    if rows:
+        table = Table(*rows[0])
+        for row in rows[:MOST_ROWS]:
             table.add_row(*row.values())
         console.print(table)
-    if len(headline.rows) > MOST_ROWS:
-        console.print(f"… {len(headline.rows) - MOST_ROWS} more rows in the report")
-    for line in filter(None, (headline.sentence, headline.command)):
+    if len(rows) > MOST_ROWS:
+        console.print(f"… {len(rows) - MOST_ROWS} more rows in the report")
+    # Without a finished job there is no lead; an inconclusive lead has no command.
+    lead = report["lead"] or {"sentence": "", "command": ""}
+    for line in filter(None, (lead["sentence"], lead["command"])):
         console.print(line, soft_wrap=True)

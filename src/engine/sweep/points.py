@@ -1,4 +1,4 @@
-"""Composes and checks all configurations (points) of a sweep first, so that YAML edits do not change queued jobs."""
+"""Compose and check all configurations of a sweep before its first job, so that YAML edits do not change queued jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from src.schema import Config, DataConfig, ResolvedConfig, SearchConfig
 
 @dataclass
 class Point:
-    """A configuration of a sweep. Each block (repetition) of the sweep has one job that runs it."""
+    """Configuration of a sweep. One job runs it in each repeat of the sweep."""
 
     overrides: list[str]
     subdir: str  # below the sweep folder
@@ -38,7 +38,7 @@ class Point:
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """Return the sweep's command without swept keys, and its configurations; for a search, the base of all trials."""
+    """Return a sweep's command without swept keys, and its configurations; for a search, only the base of all trials."""
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
@@ -53,7 +53,8 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
             points.append(make_point(tree, overrides, number, merged))
             count()
     if not points:
-        raise ValueError(f"{' '.join(task_overrides(command.tree))}: a swept range is empty, so no job would run")
+        given = " ".join(task_overrides(command.tree))
+        raise ValueError(f"{given}: a swept range is empty; expected range(start,stop) with start < stop")
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
         raise ValueError("cluster=kubernetes: a sweep runs locally or as a Slurm job array; submit runs one by one")
@@ -65,14 +66,14 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[DataConfig], None]) -> None:
-    """Check the data of each distinct data config, for jobs on this machine. A cluster's jobs do so when they start."""
+    """Call `check_data` once per distinct `data` config of jobs on this machine. Cluster jobs check when they start."""
     distinct = {repr(config.data): config.data for config in configs if config.cluster.scheduler == "local"}
     for data in distinct.values():
         check_data(data)
 
 
 def settle(point: Point) -> None:
-    """Replace `auto` in the point's config for this machine, or record in the point why it cannot run here."""
+    """Replace `auto` values in the config for this machine, or record in `point.reason` why the config cannot run here."""
     try:
         check_combination(point.config)
         config, point.config = point.config, resolve(point.config)
@@ -82,7 +83,7 @@ def settle(point: Point) -> None:
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None) -> Point:
-    """Return the point (configuration of a sweep) for a composed tree, which a Composer may have merged already."""
+    """Return configuration `number` of a sweep from its composed tree. `merged`: the tree merged into the schema, if known."""
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
@@ -95,14 +96,14 @@ def make_point(tree: DictConfig, overrides: list[str], number: int, merged: Dict
 
 
 def names_of(points: list[Point]) -> list[str]:
-    """Return a name per point: its overrides that not all points have."""
+    """Return a name for each configuration: its overrides, without those that all configurations have."""
     common = set.intersection(*(set(point.overrides) for point in points))
     names = [",".join(override for override in point.overrides if override not in common) for point in points]
-    return [name or ("the only point" if len(points) == 1 else "current settings") for name in names]
+    return [name or ("the only configuration" if len(points) == 1 else "current settings") for name in names]
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write the job's config into a new run folder below the sweep's `folder`, unless it cannot run here."""
+    """Write the job's config into a new run folder below the sweep's `folder`, unless the job cannot run here."""
     if point.reason:
         job.status, job.reason = "skipped", point.reason
         return
@@ -120,7 +121,7 @@ def frozen_config(folder: Path) -> ResolvedConfig:
 
 
 def save_job_files(point: Point, folder: Path) -> None:
-    """Write `.hydra/`, then config.yaml, in which references to secrets stay as `.hydra/` has them."""
+    """Write `.hydra/`, then config.yaml, which keeps references such as `${oc.env:TOKEN}` unresolved as in `.hydra/`."""
     save_hydra_files(point.tree, folder)
     save_config(point.config, folder)
 
@@ -140,7 +141,7 @@ def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]
 
 
 def _product(command: Command) -> list[list[str]]:
-    """Return the overrides of each point: all combinations of the keys swept in hydra.sweeper.params and overrides."""
+    """Return the overrides of each configuration: all combinations of the values of swept keys."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -158,7 +159,7 @@ def _product(command: Command) -> list[list[str]]:
 
 
 def _check_listed(override: Any) -> None:
-    """Refuse a swept key whose values are an interval (only a search takes one) or contain the same value twice."""
+    """Raise ValueError if a swept key has an interval, which only a search can use, or the same value twice."""
     if not override.is_sweep_override():
         return
     key, text = override.key_or_group, override.input_line
@@ -170,7 +171,7 @@ def _check_listed(override: Any) -> None:
 
 
 def _share_threads(configs: list[Config]) -> None:
-    """Give all CPU configs the same threads per device; different defaults would bias their comparison."""
+    """Give all configs on CPU the same threads_per_device, because different numbers would bias their comparison."""
     on_cpu: list[Config] = []
     devices = 1
     for config in configs:

@@ -1,4 +1,4 @@
-"""Job folders of a resumed sweep: refuses an edited config.yaml, composes a deleted folder again."""
+"""Check the job folders of a resumed sweep: refuse an edited config.yaml, and compose deleted folders again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from src.engine.sweep.blocks import write_folders
 from src.engine.sweep.points import Point, expand, save_job_files
 from src.schema import Config
 
-CHANGED = "its command composes another config today, because conf/ or this machine has changed"
+CHANGED = "the sweep's command composes another config today, because conf/ or this machine has changed"
 
 
 def check_folders(jobs: Jobs) -> None:
-    """Refuse unfinished jobs whose config was edited, and recreate deleted job folders from the sweep's command."""
+    """Raise ValueError if the config of an unfinished job was edited. Write deleted job folders again."""
     points: list[Point] = []
     if any(job.status == "waiting" and not job.config_hash for job in jobs.jobs):
         _write_first_folders(jobs)
@@ -35,11 +35,12 @@ def check_folders(jobs: Jobs) -> None:
             points = points or _composed_again(jobs)
             _rebuild(job, folder, points)
         elif job.status != "done" and _is_edited(job, folder):
-            raise ValueError(f"{folder / 'config.yaml'}: edited; undo the edit, or delete {folder} to compose it again")
+            fix = f"undo the edit, or delete {folder} to compose its config again"
+            raise ValueError(f"{folder / 'config.yaml'}: was edited since the sweep began; {fix}")
 
 
 def _write_first_folders(jobs: Jobs) -> None:
-    """Write the folders of a sweep that was killed while it wrote them, so that all are of the same version of conf/."""
+    """Write all job folders again, from one version of conf/, after the sweep was killed while it wrote them."""
     points = _composed_again(jobs)
     possible = [point.overrides for point in points if not point.reason]
     if any(job.overrides not in possible for job in jobs.jobs if job.status == "waiting"):
@@ -73,7 +74,7 @@ def _hash_of(config: Config) -> str:
 
 
 def _rebuild(job: Job, folder: Path, points: list[Point]) -> None:
-    """Recreate a job's folder, with the seed of its block. Raises ValueError if its config differs from the sweep's."""
+    """Write a job's deleted folder again. Raises ValueError if conf/ gives another config today than at the start."""
     point = next((copy.deepcopy(point) for point in points if point.overrides == job.overrides), None)
     if point is not None and job.seed is not None and job.seed != point.config.seed:
         point.config.seed = job.seed
@@ -81,7 +82,7 @@ def _rebuild(job: Job, folder: Path, points: list[Point]) -> None:
         with read_write(point.tree.hydra):
             point.tree.hydra.overrides.task.append(f"seed={job.seed}")
     if point is None or point.reason or _hash_of(point.config) != job.config_hash:
-        raise ValueError(f"{folder}: deleted, and {CHANGED}; restore the folder, or start a new sweep")
-    print(f"{folder}: deleted while its job was {job.status}; composed again, and the job runs again", flush=True)
+        raise ValueError(f"{folder}: was deleted, and {CHANGED}; restore the folder, or start a new sweep")
+    print(f"{folder}: was deleted (job {job.status}); its config is composed again, and the job runs again", flush=True)
     save_job_files(point, folder)
     job.reset()

@@ -1,4 +1,4 @@
-"""Runs jobs, one at a time or concurrently, each in its own processes on its own devices."""
+"""Run the jobs of a sweep or search, one at a time or concurrently, each in its own processes on its own devices."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MIN_JOB_BYTES = 256 * 2**20  # of a process that has imported torch and timm and
 
 
 class Runner(ABC):
-    """Runs the waiting jobs of a sweep, or the trials of a search. A stop signal ends the running ones."""
+    """Runner of the waiting jobs of a sweep, or of the trials of a search. A stop signal ends the running ones."""
 
     # Modules that `_close` needs and that take a second to import: imported while the first job imports torch.
     needed_at_end: Sequence[str]
 
     def __init__(self, jobs: Jobs, max_jobs: int | None, slurm: SlurmQueue | None = None) -> None:
-        """`max_jobs`: concurrent jobs; None: limited by devices only. `slurm`: Slurm's queue, if the jobs run there."""
+        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow. `slurm`: queue of jobs on Slurm."""
         self.jobs, self.max_jobs, self.slurm = jobs, max_jobs, slurm
         self.stopped_by: int | None = None
         devices = devices_here() if slurm is None else {"slurm": [str(slot) for slot in range(max_jobs or 1)]}
@@ -133,12 +133,12 @@ class Runner(ABC):
         result = ended.conclude(self.stopped_by)
         del self._running[job.id]
         self._scheduler.release(job.id)
-        # No other job uses its GPU, so running alone would not help there.
+        # A job has its GPU to itself, so running alone would not help if the GPU's memory was too small.
         on_gpu = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
         was_short = job.status == "out_of_memory" and not on_gpu and job.neighbours > 0
         if was_short and job.id not in self._alone and self.stopped_by is None:
             self._alone.add(job.id)
-            self._board.say(f"out of memory next to {job.neighbours} other(s), runs again alone: {job.name}")
+            self._board.say(f"{job.name}: out of memory next to {job.neighbours} other job(s); it runs again alone")
             job.reset()
             self.jobs.write()
         else:
@@ -149,7 +149,7 @@ class Runner(ABC):
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:
-        """Return True if a further job fits into memory, assuming the average memory of the running jobs."""
+        """Return True if one more job fits into memory, if it needs as much as the running jobs on average."""
         if self.slurm is not None:
             return True
         count, taken = len(self._running), self._free_bytes - hardware.available_memory()
@@ -161,7 +161,7 @@ class Runner(ABC):
             running.send(number)
 
     def _say_stopped(self, number: int, folder: Path | None = None) -> int:
-        """Print how to continue after the stop signal `number`. `folder`: the sweep's, if not that of the jobs."""
+        """Print how to continue after the stop signal `number`. `folder`: of the sweep, if not the folder of the jobs."""
         again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}"])
         print(f"Stopped by {signal.Signals(number).name}. Continue with: {again}", file=sys.stderr)
         return 128 + number

@@ -1,4 +1,4 @@
-"""A sweep: saves the config of every job, runs the jobs, in blocks if they are repeated, and writes the report."""
+"""Run a sweep: save the config of every job, run the jobs and their repeats, and write the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.engine.jobs.devices import jobs_at_a_time
 from src.engine.jobs.local_job import sync_from_result
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
-from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block
+from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block, write_folders
 from src.engine.sweep.headline import show_headline
 from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
 from src.engine.sweep.rebuild import check_folders
@@ -26,13 +26,13 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     settings, cluster = command.config.sweep, command.config.cluster
     configs = [point.config for point in points if not point.reason]
     if not configs:
-        raise ValueError(f"no job of this sweep can run here; the first: {points[0].reason}")
+        raise ValueError(f"no job of this sweep can run here; reason of the first job: {points[0].reason}")
     check_blocks(points, settings)
     if cluster.scheduler != "local":
         if settings.repeats == "auto":
-            raise ValueError("sweep.repeats=auto: all tasks of a job array are submitted at once; set a number")
+            raise ValueError("sweep.repeats=auto: Slurm gets all jobs of a sweep at once; set a number, such as 5")
         if any(config.cluster != configs[0].cluster for config in configs):
-            raise ValueError("cluster: all tasks of a job array have the same size; start a sweep for each size")
+            raise ValueError("cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster keys")
     max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
     check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
@@ -78,20 +78,21 @@ def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
 
 
 class Sweep(Runner):
-    """Runs the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
+    """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
 
     def __init__(self, jobs: Jobs, max_jobs: int | None = 1) -> None:
-        """`max_jobs`: concurrent jobs; None: limited by devices only."""
+        """Read the settings of the sweep. `max_jobs`: concurrent jobs; None: as many as devices allow."""
         super().__init__(jobs, max_jobs)
         self.settings = load_config(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
         # An import would slow down the start of a timed job.
         self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
 
     def waiting(self) -> list[Job]:
-        """Return the waiting jobs. With sweep.repeats=auto, append a block if the report is not precise enough yet."""
+        """Return the waiting jobs. With sweep.repeats=auto, append a repeat if the report is not precise enough yet."""
         if self.settings.repeats == "auto" and self.jobs.have_ended:
-            more = append_block if wants_block(self.jobs, self.settings) else append_baseline
-            more(self.jobs)
+            append = append_block if wants_block(self.jobs, self.settings) else append_baseline
+            append(self.jobs)
+            write_folders(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 
     def _close(self) -> int:

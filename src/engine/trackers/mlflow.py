@@ -19,11 +19,11 @@ STATUSES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 class Mlflow(Tracker):
-    """Writes to a run, which continues after a resume. The jobs of a sweep are an experiment."""
+    """Tracker for MLflow. A resumed run continues its MLflow run; the jobs of a sweep share an experiment."""
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
-        # Off unless the user sets it: reports of use to the makers of MLflow.
+        # Usage reports to the makers of MLflow are off unless the user sets this variable.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
 
@@ -45,14 +45,14 @@ class Mlflow(Tracker):
 
     def _create(self) -> str:
         name = self.config.tracker.project or self.sweep or self.config.task_name
-        # In this order, because jobs that start together all find that there is no such experiment.
+        # Create first, then read: jobs that start together would all find that there is no such experiment.
         try:
             experiment = self._client.create_experiment(name, artifact_location=self._images)
         except self._mlflow.MlflowException:
             experiment = self._client.get_experiment_by_name(name).experiment_id
         tags = {"sweep": self.sweep or "", **dict.fromkeys(self.config.tags, "")}
         run_id: str = self._client.create_run(experiment, tags=tags, run_name=self.name).info.run_id
-        # MLflow refuses to change a parameter, so these stay as in the first attempt. A request takes 100.
+        # MLflow refuses to change a parameter, so these stay as in the first attempt. A request takes at most 100.
         values = {key: yaml_text(hide_in(value, key)) for key, value, _ in leaves(self.config)}
         params = [self._mlflow.entities.Param(key, value) for key, value in values.items()]
         for first in range(0, len(params), 100):
@@ -64,7 +64,7 @@ class Mlflow(Tracker):
         self._metrics += [metric(name, value, milliseconds, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        # A request takes 1000.
+        # A request takes at most 1000.
         while self._metrics:
             self._client.log_batch(self._id, metrics=self._metrics[:1000])
             del self._metrics[:1000]

@@ -15,7 +15,7 @@ from src.schema import ResolvedConfig
 
 
 class TensorBoard(Tracker):
-    """Writes curves, images, the config as text, and hparams."""
+    """Tracker for TensorBoard: curves, images, the config as text, and hparams."""
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +42,7 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _show_hparams(self) -> None:
-        """Write the settings by which users compare runs, without `add_hparams`, which opens a second run."""
+        """Write the main settings as hparams, without `add_hparams`, which would add a second run to TensorBoard."""
         from torch.utils.tensorboard.summary import hparams
 
         config, metric = self.config, self.config.headline_metric

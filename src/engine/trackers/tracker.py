@@ -1,6 +1,6 @@
-"""Trackers show a run's numbers and images to people. Each is a class in its own file and extends Tracker.
+"""Tracker: base class of experiment trackers such as TensorBoard and MLflow, which show a run's numbers and images.
 
-A Channel calls it in a thread, so that a tool that is slow, hangs or fails does not affect the run.
+A Channel calls a tracker in a thread, so that a tool that is slow, hangs or fails does not affect the run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from src.schema import ResolvedConfig
 
 log = logging.getLogger(__name__)
 LONGEST_QUEUE = 10_000  # calls
-# Rest of the thread between two deliveries, so that it does not compete with training for Python's lock all the time.
+# The thread sleeps between two deliveries, so that it does not compete with training for Python's lock all the time.
 REST_SECONDS = 0.5
 END_SECONDS = 8.0  # for all trackers together to end the run
 
 
 class Tracker:
-    """Tracker of a run, on rank 0. Override the methods that your tool needs. After `__init__`, they may block or raise."""
+    """Tracker of a run, on rank 0. Override the methods that your tool needs; all but `__init__` may block or raise."""
 
     view = ""  # command or URL that shows the run, for the end of the console output
 
@@ -39,7 +39,7 @@ class Tracker:
         self.name = f"{folder.parent.name} {folder.name}"  # of the run: date and time, or sweep and job
 
     def start(self) -> None:
-        """Open the run in the tool, or continue the one of an earlier attempt (see `run_id`)."""
+        """Open the run in the tool; after a resume, open the earlier attempt's run again (see `run_id`)."""
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
         """Write the finite numbers of a step, by name such as `train/loss`. `time`: Unix time in seconds."""
@@ -48,13 +48,13 @@ class Tracker:
         """Write an RGB image, uint8 [height, width, 3]."""
 
     def flush(self) -> None:
-        """Send what the calls since the last flush have collected, if your tool is faster that way."""
+        """Send the numbers and images collected since the last flush, if your tool is faster with several at once."""
 
     def end(self, status: str, summary: dict[str, float]) -> None:
         """End the run in the tool. `status`: done, failed or interrupted; `summary`: its speed and seconds."""
 
     def run_id(self, create: Callable[[], str]) -> str:
-        """Return the id that an earlier attempt stored in the run folder, or store the one that `create` returns."""
+        """Return the tool's id of this run from the run folder. Without one, call `create` and store its result."""
         path = self.folder / "trackers" / f"{type(self).__name__.lower()}.txt"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -63,16 +63,16 @@ class Tracker:
 
     @property
     def sweep(self) -> str | None:
-        """Name of the sweep or search that the run is a job of, with its date and time; None for a single run."""
+        """Name, date and time of the sweep or search to which the run belongs; None for a single run."""
         sweep = next((path for path in self.folder.resolve().parents[:4] if (path / "jobs.json").exists()), None)
         return None if sweep is None else f"{self.config.task_name} {sweep.parent.name} {sweep.name}"
 
 
 class Channel:
-    """Bounded queue of calls of one tracker, and the daemon thread that makes them. Its first problem ends it."""
+    """Bounded queue of method calls on one tracker, made by a daemon thread. The first error disables the tracker."""
 
     def __init__(self, name: str, path: str, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
-        """Build the tracker of class `path`, and start its thread."""
+        """Create the tracker of class `path`, such as `src.engine.trackers.wandb.Wandb`, and start the thread."""
         self.name, self.tracker, self._has_failed = name, Tracker(config, folder, resume_step), False
         self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._ending = threading.Event()
@@ -85,20 +85,20 @@ class Channel:
         self._thread.start()
 
     def put(self, method: str, *arguments: Any) -> None:
-        """Queue a call of a method of Tracker, and return at once. Calls after `end` have no effect."""
+        """Queue a call of the tracker's `method`, and return at once. Calls after `end` have no effect."""
         if len(self._calls) >= LONGEST_QUEUE:
-            self._give_up(f"has not taken the last {LONGEST_QUEUE} numbers or images")
+            self._give_up(f"is too slow: {LONGEST_QUEUE} calls are waiting")
         elif not (self._ending.is_set() or self._has_failed):
             self._calls.append((method, arguments))
         if method == "end":
             self._ending.set()
 
     def close(self, until: float) -> None:
-        """Wait for the thread until the time `until` of time.monotonic()."""
+        """Wait until the thread has made all calls, at most until time.monotonic() is `until`."""
         if not self._has_failed:
             self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up("has not ended in time")
+            self._give_up("did not end in time")
 
     def _work(self) -> None:
         is_last = False

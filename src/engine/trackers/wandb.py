@@ -25,11 +25,11 @@ PRIVATE = {
 
 
 class Wandb(Tracker):
-    """Writes to a run, which continues after a resume. The jobs of a sweep are a group."""
+    """Tracker for Weights & Biases. A resumed run continues its wandb run; the jobs of a sweep are a group."""
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
-        # Off unless the user sets them: reports of errors to the makers of wandb, and its lines on the console.
+        # Error reports to the makers of wandb and its console output are off unless the user sets these variables.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -49,7 +49,7 @@ class Wandb(Tracker):
             tags=self.config.tags,
             dir=self.folder,
             config=hide_in(dataclasses.asdict(self.config)),
-            # Without an answer, wandb's exit handler waits as long again.
+            # Without an answer of the server, wandb's exit handler waits again for as many seconds.
             settings=self._wandb.Settings(finish_timeout=6, **PRIVATE),
         )
         # Steps repeat after a resume from an older checkpoint. wandb's own step does not allow that.
