@@ -59,7 +59,7 @@ def recommend_fastest(group: SettingGroup) -> Recommendation:
     shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
     smallest = float(runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
     chosen = choose(group.rows, [setting.label for setting in group.settings], smallest)
-    if not shown or chosen is None or chosen[0] == baseline.label:
+    if not shown or chosen is None:
         return Recommendation(group, _no_gain(group, smallest))
     # The choice may be a setting without a supported gain of its own.
     contrast = shown.get(chosen[0]) or max(shown.values(), key=lambda contrast: contrast.ratio or 0)
