@@ -563,6 +563,7 @@ class SearchConfig:
     sampler: str | None = choice(None, "tpe", "random", help="Sampler of the trials; null: no search.")
     n_trials: int = number(20, ge=1, help="Trials in total, those before a resume included.")
     n_jobs: int | str = number(1, ge=1, help="Concurrent trials, as sweep.jobs.")
+    confirm: int | None = number(None, ge=2, help="Train the best trial and the default settings with N new seeds.")
     direction: str | None = choice(None, "maximize", "minimize", help="Direction of optimized_metric; null: its own.")
     storage: str | None = key(None, help="Database URL; null: study.db in the sweep folder; passwords: ${oc.env:…}.")
     study_name: str | None = key(None, help="Name of the study; null: task_name and the name of the sweep folder.")

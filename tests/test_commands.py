@@ -73,6 +73,7 @@ ELSEWHERE = {
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
     r"python train\.py key=value … resume=auto_or_new": "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done",
     r"python train\.py -m sweep\.resume=": "test_interrupted_sweep_is_completed_when_resumed",
+    r"python train\.py -m search=optuna .*search\.confirm=": "test_killed_confirmation_reports_on_new_seeds_when_resumed",
     r"python train\.py -m search=optuna cluster=slurm": "test_killed_search_finds_its_running_trials_when_resumed",
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
     r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_job_on_two_nodes_matches_run_on_one_machine",

@@ -117,6 +117,25 @@ def test_report_gives_the_detectable_difference_when_no_setting_is_shown_to_be_b
     assert lead["sentence"].startswith(f"{expected}{100 * detectable:.1f} points.")
 
 
+@pytest.mark.parametrize(
+    ("rates", "labels"),
+    [
+        (("0.0012345678", "0.003", "123456789.0"), ["optim.lr=0.001235", "optim.lr=0.003", "optim.lr=123456789.0"]),
+        (("0.0012345678", "0.0012345679"), ["optim.lr=0.0012345678", "optim.lr=0.0012345679"]),
+    ],
+)
+def test_report_rounds_long_numbers_when_they_stay_distinct(
+    tmp_path: Path, rates: tuple[str, ...], labels: list[str]
+) -> None:
+    values = dict(zip(rates, (0.7, 0.8, 0.6), strict=False))
+    config = {"sweep": {"baseline": f"optim.lr={rates[0]}"}}
+    plain = read(sweep_over_rates(tmp_path / "s", values, config=config).write())[2]
+    [group] = plain["settings"]
+    assert [setting["label"] for setting in group["settings"]] == labels
+    assert (group["baseline"], group["note"]) == (labels[0], "")
+    assert plain["lead"]["command"] == f"python train.py optim.lr={rates[1]}"
+
+
 @pytest.mark.parametrize(("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")])
 def test_better_means_lower_for_a_loss(tmp_path: Path, metric: str, winner: str) -> None:
     # Two settings are better than the first, whatever the direction.
@@ -210,13 +229,16 @@ def test_setting_that_lost_runs_has_a_note(tmp_path: Path) -> None:
     assert "may be too good" in html
 
 
-def test_trials_of_a_search_are_compared_by_the_optimized_metric(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])])
+def test_trials_of_a_search_are_compared_by_the_optimized_metric(
+    tmp_path: Path, group: str, overrides: list[str]
+) -> None:
     sweep = Sweep(tmp_path / "s")
     for place, value in enumerate((0.5, 0.7)):
         config = {"optim": {"lr": place}, "optimized_metric": "val/acc_best"}
-        folder = add(sweep, [f"optim.lr={place}"], config, val={"acc": 1 - value, "acc_best": value})
+        folder = add(sweep, [*overrides, f"optim.lr={place}"], config, val={"acc": 1 - value, "acc_best": value})
         (folder / ".hydra").mkdir()
-        (folder / ".hydra" / "hydra.yaml").write_text("hydra:\n  runtime:\n    choices:\n      search: optuna\n")
+        (folder / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  runtime:\n    choices:\n      search: {group}\n")
     plain = read(sweep.write())[2]
     assert plain["settings"][0]["metric"] == "val/acc_best"
     assert "optim.lr=1, 70.0 %" in plain["lead"]["sentence"]

@@ -170,7 +170,22 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
     kept = [key for key in texts[0] if len({text[key] for text in texts}) > 1]
-    return [{key: text[key] for key in kept} for text in texts]
+    return [{key: text[key] for key in kept} for text in _rounded(texts, kept)]
+
+
+def _rounded(texts: list[dict[str, str]], keys: Sequence[str]) -> list[dict[str, str]]:
+    """Round the long numbers that a search draws to 4 digits, for the eye, if the values of the key stay distinct."""
+    rounded = [dict(text) for text in texts]
+    for key in keys:
+        short = {text[key]: _round(text[key]) for text in texts}
+        if len(set(short.values())) == len(short):
+            for text in rounded:
+                text[key] = short[text[key]]
+    return rounded
+
+
+def _round(text: str) -> str:
+    return f"{float(text):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e-?\d+)?", text) else text
 
 
 def _default(run: RunRecord, key: str) -> str:
@@ -198,7 +213,7 @@ def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
     wanted = next((text for s in settings for run in s.runs if (text := run.config.get("sweep.baseline"))), None)
     if wanted is None:
         return settings[0], ""
-    configs = [{**run.config, **parse_overrides(run.overrides), **s.settings} for s in settings for run in s.runs[:1]]
+    configs = [{**s.settings, **run.config, **parse_overrides(run.overrides)} for s in settings for run in s.runs[:1]]
     index = find_baseline(str(wanted), configs)
     if index is None:
         return settings[0], f"No run of sweep.baseline={wanted} is done; the baseline is {settings[0].label}."

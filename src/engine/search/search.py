@@ -23,6 +23,7 @@ from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from src.engine.record.result import read_result
+from src.engine.search.confirm import check_confirmation, confirm_best
 from src.engine.search.space import check_space, freeze_search, natural_direction, read_search, read_space, trial_point
 from src.engine.search.study import Follower, ask, open_study
 from src.engine.sweep.points import Point, check_jobs_data, freeze_job, keys_that_may_change
@@ -40,7 +41,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
         raise ValueError("cluster.submit=false: a search submits its trials one after another; use cluster.submit=true")
     check_scheduler(config.cluster)
     space = read_space(command)
-    check_jobs_data(check_space(config, base.tree, space), check_data)
+    check_jobs_data([*check_space(config, base.tree, space), *check_confirmation(config, base.tree, space)], check_data)
     max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
@@ -57,7 +58,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
         shutil.rmtree(folder)
         raise
     try:
-        return search.run()
+        code = search.run()
     except ValueError:
         # Slurm has refused the first trial and would refuse all. Remove the study too, so that its name is free.
         if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
@@ -66,22 +67,36 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
             optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
             shutil.rmtree(folder)
         raise
+    return _confirm(search, settings.confirm, code)
 
 
 def resume_search(folder: Path, command: Command, check_data: Callable[[DataConfig], None]) -> int:
     """Continue the search in `folder` until it has n_trials trials. Return the exit code."""
     config, base, space = read_search(folder)
     check_scheduler(config.cluster)
-    # Without this check, all trials would be skipped on a machine that cannot run them.
-    check_jobs_data(check_space(config, base, space), check_data)
-    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs")
-    for key in ("n_trials", "n_jobs"):
+    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs", "search.confirm")
+    for key in ("n_trials", "n_jobs", "confirm"):
         if f"search.{key}" in keys:
             setattr(config.search, key, getattr(command.config.search, key))
+    # Without this check, all trials would be skipped on a machine that cannot run them.
+    check_jobs_data([*check_space(config, base, space), *check_confirmation(config, base, space)], check_data)
     max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
     jobs = read_jobs(folder)
     jobs.status = "running"
-    return Search(jobs, config.search.n_trials, max_jobs, is_new=False).run()
+    search = Search(jobs, config.search.n_trials, max_jobs, is_new=False)
+    return _confirm(search, config.search.confirm, search.run())
+
+
+def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
+    """Confirm the best trial of a search that has ended with exit code `code`. Return the new exit code."""
+    if num_seeds is None or search.stopped_by is not None:
+        return code
+    if code:
+        print("confirm      skipped: trials are missing or none has a value", file=sys.stderr)
+        return code
+    best = search.study.best_trial
+    values = [dimension.override(best.params[dimension.name]) for dimension in search.space]
+    return confirm_best(search.jobs, best.number, values, num_seeds, search.max_jobs)
 
 
 class Search(Runner):

@@ -46,8 +46,18 @@ def count_blocks(settings: SweepConfig) -> int:
     return min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
 
 
-def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
-    """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`."""
+def freeze_jobs(
+    folder: Path,
+    points: list[Point],
+    settings: SweepConfig,
+    order_seed: int | None = None,
+    *,
+    measures_drift: bool = True,
+) -> Jobs:
+    """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`.
+
+    `measures_drift`: a repeated sweep begins and ends with an extra job of the baseline configuration.
+    """
     repeated = settings.repeats != 1
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
@@ -57,7 +67,7 @@ def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
         first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed, reason=point.reason))
         first[-1].status = "skipped" if point.reason else "waiting"
-    if repeated:
+    if repeated and measures_drift:
         _append(jobs, [_repeat(_baseline(first, points), None, "baseline_first")])
     _append(jobs, first, block=0)
     for _ in range(1, count_blocks(settings)):

@@ -6,6 +6,7 @@ import copy
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,10 @@ from src.schema import Config
 CHANGED = "the sweep's command composes another config today, because conf/ or this machine has changed"
 
 
-def check_folders(jobs: Jobs) -> None:
-    """Raise ValueError if the config of an unfinished job was edited. Write deleted job folders again."""
-    points: list[Point] = []
+def check_folders(jobs: Jobs, points: Sequence[Point] = ()) -> None:
+    """Raise ValueError if the config of an unfinished job was edited. Write deleted folders again, from `points` if given."""
     if any(job.status == "waiting" and not job.config_hash for job in jobs.jobs):
-        _write_first_folders(jobs)
+        _write_first_folders(jobs, points or _composed_again(jobs))
     for job in jobs.jobs:
         folder = jobs.folder / job.folder
         # A skipped job has no folder, and no hash.
@@ -39,9 +39,8 @@ def check_folders(jobs: Jobs) -> None:
             raise ValueError(f"{folder / 'config.yaml'}: was edited since the sweep began; {fix}")
 
 
-def _write_first_folders(jobs: Jobs) -> None:
+def _write_first_folders(jobs: Jobs, points: Sequence[Point]) -> None:
     """Write all job folders again, from one version of conf/, after the sweep was killed while it wrote them."""
-    points = _composed_again(jobs)
     possible = [point.overrides for point in points if not point.reason]
     if any(job.overrides not in possible for job in jobs.jobs if job.status == "waiting"):
         raise ValueError(
@@ -73,7 +72,7 @@ def _hash_of(config: Config) -> str:
         return config_hash(Path(scratch, "config.yaml"))
 
 
-def _rebuild(job: Job, folder: Path, points: list[Point]) -> None:
+def _rebuild(job: Job, folder: Path, points: Sequence[Point]) -> None:
     """Write a job's deleted folder again. Raises ValueError if conf/ gives another config today than at the start."""
     point = next((copy.deepcopy(point) for point in points if point.overrides == job.overrides), None)
     if point is not None and job.seed is not None and job.seed != point.config.seed:

@@ -160,8 +160,8 @@ class Runner(ABC):
         for running in self._running.values():
             running.send(number)
 
-    def _say_stopped(self, number: int, folder: Path | None = None) -> int:
+    def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
         """Print how to continue after the stop signal `number`. `folder`: of the sweep, if not the folder of the jobs."""
-        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}"])
+        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}", *keys])
         print(f"Stopped by {signal.Signals(number).name}. Continue with: {again}", file=sys.stderr)
         return 128 + number

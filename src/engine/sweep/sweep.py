@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from src.engine.cluster.slurm import check_scheduler
 from src.engine.config.compose import Command, load_config
 from src.engine.jobs.devices import jobs_at_a_time
 from src.engine.jobs.local_job import sync_from_result
+from src.engine.jobs.slurm_job import SlurmQueue
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block, write_folders
@@ -55,11 +56,11 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[DataConfi
     return _run(jobs, max_jobs, first, is_new=False)
 
 
-def reset_unfinished(jobs: Jobs) -> list[Config]:
-    """Make the missing and failed jobs of a stopped sweep wait again. Return their configs."""
+def reset_unfinished(jobs: Jobs, points: Sequence[Point] = ()) -> list[Config]:
+    """Make the missing and failed jobs of a stopped sweep wait again. Return their configs. `points`: as check_folders."""
     for job in jobs.jobs:
         sync_from_result(job, jobs.folder / job.folder)
-    check_folders(jobs)
+    check_folders(jobs, points)
     configs: list[Config] = []
     for job in jobs.jobs:
         if job.status in (*UNFINISHED, *FAILED):
@@ -80,9 +81,9 @@ def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
 class Sweep(Runner):
     """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
 
-    def __init__(self, jobs: Jobs, max_jobs: int | None = 1) -> None:
+    def __init__(self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None) -> None:
         """Read the settings of the sweep. `max_jobs`: concurrent jobs; None: as many as devices allow."""
-        super().__init__(jobs, max_jobs)
+        super().__init__(jobs, max_jobs, slurm)
         self.settings = load_config(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
         # An import would slow down the start of a timed job.
         self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
