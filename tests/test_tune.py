@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,12 @@ def test_tuning_measures_finalists_again_after_a_stop_in_the_screening(tmp_path:
     assert again.returncode == 0, again.stderr
     screened, measured = read_jobs(folder / "screening").jobs, read_jobs(folder).jobs
     assert {job.status for job in [*screened, *measured]} == {"done"}
+    # A deleted folder of the second sweep is written again from the saved settings, not from the command.
+    shutil.rmtree(folder / measured[1].folder)
+    once_more = subprocess.run(again.args, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert once_more.returncode == 0, once_more.stderr
+    assert {job.status for job in read_jobs(folder).jobs} == {"done"}
+    assert (folder / measured[1].folder / "result.json").is_file()
     assert len(screened) == 3 * 3 + 2
     assert 2 * 2 + 2 <= len(measured) <= 4 * 2 + 2
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.search.space import FROZEN
-from src.engine.search.tune import is_in_screening, resume_screening, start_tuning
+from src.engine.search.tune import is_tuning, resume_tuning, start_tuning
 from src.engine.sweep.dry_run import show_points
 from src.engine.sweep.points import check_jobs_data, expand
 from src.engine.sweep.sweep import resume_sweep, start_sweep
@@ -34,8 +34,8 @@ def run_multirun(
         if earlier is None:
             return start_search(command, points[0], check_data)
         return resume_search(earlier, command, check_data)
-    if earlier is not None and is_in_screening(earlier):
-        return resume_screening(earlier, command)
+    if earlier is not None and is_tuning(earlier):
+        return resume_tuning(earlier, command)
     if earlier is not None:
         return resume_sweep(earlier, command, check_data)
     check_jobs_data([point.config for point in points if not point.reason], check_data)

@@ -61,17 +61,18 @@ def start_tuning(command: Command, points: list[Point]) -> int:
     return _run(folder, jobs)
 
 
-def is_in_screening(folder: Path) -> bool:
-    """Return True if `folder` is that of a tuning that was stopped before its second sweep."""
-    return (folder / FROZEN).is_file() and not (folder / "jobs.json").is_file()
+def is_tuning(folder: Path) -> bool:
+    """Return True if `folder` is the folder of a tuning."""
+    return (folder / FROZEN).is_file()
 
 
-def resume_screening(folder: Path, command: Command) -> int:
-    """Continue a tuning that was stopped in its screening. Return the exit code."""
+def resume_tuning(folder: Path, command: Command) -> int:
+    """Continue a stopped tuning with its saved settings. Return the exit code."""
     keys_that_may_change(command, folder)
-    jobs = read_jobs(folder / SCREENING)
-    reset_unfinished(jobs)
-    return _run(folder, jobs)
+    screening = read_jobs(folder / SCREENING)
+    if not (folder / "jobs.json").is_file():
+        reset_unfinished(screening, _settings_alone(trial_point(read_frozen(folder / FROZEN), [], 0)))
+    return _run(folder, screening)
 
 
 class _Screening(Sweep):
@@ -97,7 +98,12 @@ def _run(folder: Path, screening: Jobs) -> int:
     points = [trial_point(tree, list(overrides), number) for number, overrides in enumerate(chosen, 1)]
     # Settings that can run alone may contradict each other.
     points = [current, *(point for point in points if not point.reason)]
-    return Sweep(freeze_jobs(folder, points, current.config.sweep)).run()
+    if (folder / "jobs.json").is_file():
+        jobs = read_jobs(folder)
+        reset_unfinished(jobs, points)
+    else:
+        jobs = freeze_jobs(folder, points, current.config.sweep)
+    return Sweep(jobs).run()
 
 
 def _settings_alone(current: Point) -> list[Point]:
