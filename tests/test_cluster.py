@@ -199,9 +199,9 @@ def test_error_for_invalid_job_names_the_key(config: Config, message: str) -> No
     ("overrides", "message"),
     [
         (NODES, "cluster.nodes=2: cluster=local "),
-        (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: no sbatch here"),
+        (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: sbatch is not installed"),
         (("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"), "cluster=kubernetes: "),
-        (("cluster=slurm",), "cluster=slurm: no sbatch here"),
+        (("cluster=slurm",), "cluster=slurm: sbatch is not installed"),
     ],
 )
 def test_refused_job_does_not_create_folder(

@@ -73,7 +73,7 @@ def test_doctor_tries_every_strategy_that_could_run(gpus: int, cores: int, tried
     [
         ({"torch": {"error": "ImportError: libcudart"}}, "torch", "--force-reinstall", True),
         ({"can_write": False}, "disk", "paths.output_dir", True),
-        ({"disk": GIB}, "disk", "make room", False),
+        ({"disk": GIB}, "disk", "free space", False),
         ({"shm": 2**26}, "/dev/shm", "--shm-size", False),
     ],
 )

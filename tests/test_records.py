@@ -260,7 +260,7 @@ def test_error_names_the_file_when_result_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
 def test_error_names_an_invalid_jobs_file(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "jobs.json").write_bytes(contents)
-    with pytest.raises(ValueError, match=r"jobs\.json: (damaged|not of this project)"):
+    with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
         read_jobs(tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder(job
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
     # On one machine the running job holds the lock; from another host, or while it waits, only the queue shows it.
-    assert refused.returncode == 2 and re.search("belongs to job|in use by process", refused.stderr), refused.output
+    assert refused.returncode == 2 and re.search("Slurm job .* queue|in use by process", refused.stderr), refused.output
     jobs.slurm("scancel", (folder / "job.id").read_text().strip())
     jobs.wait(lambda: jobs.state(folder) == "", 150, folder)
     jobs.wait(lambda: not jobs.left(folder), 60, folder)

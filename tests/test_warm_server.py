@@ -119,7 +119,7 @@ def test_server_death_kills_its_jobs_and_marks_them_lost(
     server.kill()
     wait_until(lambda: job.is_lost, server, 10)
     assert job.poll() == -signal.SIGKILL
-    assert "jobs start as commands" in capfd.readouterr().err
+    assert "jobs now start as new processes" in capfd.readouterr().err
     wait_until(lambda: not processes_of(folder), server, 10)
     assert not is_locked(folder)
     assert not server.takes(frozen_config(folder))

@@ -1,4 +1,4 @@
-"""Base class of evaluation metrics. Does not import torch, because train.py reads names and directions first."""
+"""Class of an evaluation metric. Does not import torch, because train.py reads the registered names before torch."""
 
 from __future__ import annotations
 

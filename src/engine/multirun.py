@@ -1,4 +1,4 @@
-"""--multirun: compose all jobs of the command line, then start, resume or only show a sweep or search."""
+"""`train.py --multirun`: compose the jobs of a sweep or search, and start, resume or only show it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from src.schema import DataConfig
 def run_multirun(
     arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[DataConfig], None]
 ) -> int:
-    """Run the sweep or search of a command line that Hydra's parser read. Return the exit code.
+    """Start, resume or show the sweep or search of a parsed command line. Return the exit code.
 
-    `training_size`: counts the training images, for a dry run. `check_data`: raises ValueError for unreadable data.
+    `training_size`: returns the number of training images, for a dry run. `check_data`: raises ValueError for bad data.
     """
     command, points = expand(arguments)
     settings = command.config.sweep

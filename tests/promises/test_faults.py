@@ -48,7 +48,7 @@ FAULTS = {
     "no_memory": Fault("no_memory", "rank {rank}: out of memory on cpu with 16 images", status="out_of_memory"),
     "killed": Fault("kill", "rank {rank} was killed by SIGKILL", named=False),
     "crashes": Fault("segv", "rank {rank} was killed by SIGSEGV", named=False),
-    "leaves_with_0": Fault("exit0", "rank {rank} left early with exit code 0", named=False),
+    "leaves_with_0": Fault("exit0", "rank {rank} exited early with exit code 0", named=False),
     "stalls": Fault("stall", STALLED + "; the others waited for it", needs_watchdog=True),
     "stalls_reading": Fault("stall", STALLED + "; the others", "reading a batch", needs_watchdog=True),
     "stalls_evaluating": Fault("stall", STALLED, "evaluating", step=12, needs_watchdog=True),
@@ -204,11 +204,11 @@ def test_last_fault_is_reported_when_no_restarts_remain(train: Train) -> None:
     ("codes", "oom_kills", "status", "message"),
     [
         ({1: -9}, 0, "failed", "rank 1 was killed by SIGKILL"),
-        ({0: -15, 1: 3}, 0, "failed", "rank 1 left early with exit code 3"),
+        ({0: -15, 1: 3}, 0, "failed", "rank 1 exited early with exit code 3"),
         ({1: -9}, 1, "out_of_memory", "the kernel, which ran out of memory"),
         ({0: -15, 1: -11}, 1, "failed", "rank 1 was killed by SIGSEGV"),
-        ({0: -15}, 0, "failed", "rank 1 left early with exit code 0"),
-        ({0: 1, 1: 143}, 0, "failed", "rank 0 left early with exit code 1"),
+        ({0: -15}, 0, "failed", "rank 1 exited early with exit code 0"),
+        ({0: 1, 1: 143}, 0, "failed", "rank 0 exited early with exit code 1"),
     ],
 )
 def test_first_failure_is_chosen_by_exit_codes_when_no_record_exists(

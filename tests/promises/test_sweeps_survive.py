@@ -247,7 +247,7 @@ def test_queued_array_is_not_submitted_again_when_a_sweep_is_resumed(
     for job in "012":
         (folder / job / "job.id").unlink()
     monkeypatch.setattr(array, "jobs_in_queue", lambda: {f"{folder}/job.sbatch": "7_[0-2]"})
-    with pytest.raises(ValueError, match=r"job 7_\[0-2\] of it is still in the queue"):
+    with pytest.raises(ValueError, match=r"job 7_\[0-2\] of this sweep is in the queue"):
         main(f"sweep.resume={folder}")
 
 

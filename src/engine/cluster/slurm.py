@@ -1,4 +1,4 @@
-"""Slurm: writes and submits the script of a job for a run folder, and finds the address at which its nodes meet."""
+"""Slurm: write and submit the script of a run's job, query the queue, and find the address of a job's first node."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from src.engine.machine.ranks import NodeAddress, host_name
 from src.schema import ClusterConfig, Config
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
-LOCAL_LINES = CONF / "local" / "slurm.sh"  # this machine's own #SBATCH and shell lines, for every job
-# Exit code of a run that USR1 has stopped: 10 on the nodes' Linux, while this may be another system.
+LOCAL_LINES = CONF / "local" / "slurm.sh"  # #SBATCH lines and shell lines that every job of this machine gets
+# Exit code of a run that USR1 has stopped: signal 10 on Linux. signal.SIGUSR1 differs on other systems, such as macOS.
 WARNED = 128 + 10
-# Exit code of a run that has lost a node: EX_TEMPFAIL of sysexits.h, try again.
+# Exit code of a run that has lost a node and can continue: EX_TEMPFAIL of sysexits.h.
 NODE_LOST = 75
 PATIENCE_SECONDS = 60.0  # to wait for a controller that does not answer
 # The final states of a job.
@@ -46,7 +46,7 @@ def write_script(config: Config, folder: Path) -> None:
 
 
 def submit(config: Config, folder: Path) -> int:
-    """Submit a run folder's job and return the exit code. The folder must be unlocked: the job may start at once."""
+    """Submit the job of an unlocked run folder to Slurm, unless cluster.submit=false. Return the exit code."""
     cluster, script = config.cluster, folder / SCRIPT
     if cluster.scheduler != "slurm" or not cluster.submit:
         return 0
@@ -63,8 +63,8 @@ def submit(config: Config, folder: Path) -> int:
 
 
 def sbatch(script: Path) -> str:
-    """Submit a script and return the job's id."""
-    # sbatch would read the variables of a job that this process is part of as options of the new job.
+    """Submit a batch script to Slurm and return the id of its job. Raises ValueError if sbatch rejects the script."""
+    # Inside a Slurm job, sbatch would read that job's SLURM_ variables as options of the new job.
     names = [name for name in os.environ if not name.startswith("SLURM_") or name == "SLURM_CONF"]
     environment = {name: os.environ[name] for name in names}
     command = ["sbatch", "--parsable", str(script)]
@@ -77,11 +77,11 @@ def sbatch(script: Path) -> str:
 def check_scheduler(cluster: ClusterConfig) -> None:
     """Raise ValueError if the config submits to Slurm, but this machine has no sbatch."""
     if cluster.scheduler == "slurm" and cluster.submit and shutil.which("sbatch") is None:
-        raise ValueError("cluster=slurm: no sbatch here; log in where Slurm is, or set cluster.submit=false")
+        raise ValueError("cluster=slurm: sbatch is not installed; use a login node, or set cluster.submit=false")
 
 
 def queued_job(folder: Path) -> str | None:
-    """Return the id of the job that owns this run folder, while it is queued or running."""
+    """Return the id of the Slurm job that was submitted for a run folder, if it is queued or running, else None."""
     if not (folder / JOB_ID).exists() or shutil.which("squeue") is None:
         return None
     job = (folder / JOB_ID).read_text(encoding="utf-8").strip()
@@ -90,22 +90,22 @@ def queued_job(folder: Path) -> str | None:
     except ValueError as error:
         if "Invalid job id" in str(error):  # ended minutes ago
             return None
-        raise ValueError(f"{folder}: belongs to job {job}, whose state is unknown: {error}") from None
+        raise ValueError(f"{folder}: the state of its Slurm job {job} is unknown: {error}") from None
 
 
 def jobs_in_queue() -> dict[str, str]:
-    """Return this user's queued and running jobs, script path -> job id. Raises ValueError if Slurm does not answer."""
+    """Return script path -> job id of this user's queued and running jobs. Raises ValueError if Slurm does not answer."""
     lines = _output("squeue", "--me", "--noheader", "--format=%i %o").splitlines()
     return {script: job for job, _, script in (line.strip().partition(" ") for line in lines)}
 
 
 def cancel(job: str) -> None:
-    """Cancel a Slurm job, which then saves and exits. Does nothing if the job has ended."""
+    """Cancel a Slurm job with scancel: a running job saves and exits. Does nothing if the job has ended."""
     subprocess.run(["scancel", job], capture_output=True, check=False)
 
 
 def state_of(job: str) -> str:
-    """Return the job's state from `scontrol show job`; empty once Slurm has forgotten it, minutes after its end."""
+    """Return the state of a job, such as COMPLETED; empty minutes after its end, when scontrol no longer knows the job."""
     try:
         return _facts("job", job)[0]["JobState"]
     except ValueError:
@@ -113,7 +113,7 @@ def state_of(job: str) -> str:
 
 
 def script_of(config: Config, log: Path, **values: str) -> str:
-    """Return the text of a job's script. `values`: further variables of its template, job.sbatch.j2."""
+    """Return the text of a batch script for Slurm. `log`: path of its output, `values`: more variables of job.sbatch.j2."""
     local_options, local_lines = _local_lines()
     # Slurm expands patterns such as %a in the whole path.
     log_folder = str(log.parent).replace("%", "%%")
@@ -144,7 +144,7 @@ def render(file: str, **values: Any) -> str:
 
 
 def _local_lines() -> tuple[list[str], str]:
-    """Return (`#SBATCH` lines, shell lines) of this machine's conf/local/slurm.sh."""
+    """Return (`#SBATCH` lines, shell lines) of conf/local/slurm.sh, which a user writes for this machine."""
     # Only this file may hold shell code, because a config or a run folder may come from another person.
     lines = LOCAL_LINES.read_text(encoding="utf-8").splitlines() if LOCAL_LINES.is_file() else []
     options = [line for line in lines if line.startswith("#SBATCH")]
@@ -153,7 +153,7 @@ def _local_lines() -> tuple[list[str], str]:
 
 
 def address_of_step(node: int, nodes: int) -> NodeAddress:
-    """Return the address at which this step's nodes meet: its first node's NodeAddr, by which Slurm reaches it."""
+    """Return node number `node` and the address of the first node of this Slurm step: the NodeAddr that Slurm uses too."""
     names = _output("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     address = _facts("node", names[0])[0].get("NodeAddr", names[0])
     try:
@@ -163,14 +163,14 @@ def address_of_step(node: int, nodes: int) -> NodeAddress:
     if resolved.is_loopback and not address.startswith("127."):
         raise ValueError(
             f"NodeAddr={address} of {names[0]}: resolves to {resolved} on {host_name()}, which no other node can reach; "
-            "fix /etc/hosts there, or set an IP address as NodeAddr"
+            f"fix /etc/hosts of {host_name()}, or set an IP address as NodeAddr"
         )
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
     return NodeAddress(node, nodes, str(resolved), FIRST_PORT + (job * 16 + step) % PORTS)
 
 
 def wait_for(job: str) -> int:
-    """Wait until a job has ended, also if it was requeued. Return its exit code; for an array the highest one."""
+    """Wait until a Slurm job has ended, even if it is requeued. Return its exit code; for an array the highest one."""
     # scontrol soon omits tasks that have ended.
     codes: dict[str, int] = {}
     answered_at = time.monotonic()
@@ -194,7 +194,7 @@ def _exit_code(task: dict[str, str]) -> int:
 
 
 def _facts(kind: str, name: str) -> list[dict[str, str]]:
-    """Parse the output of `scontrol show` for a node or job into dicts of key -> value, one per task of an array."""
+    """Return what `scontrol show <kind> <name>` prints, as a dict of key -> value; one dict per task of a job array."""
     lines = _output("scontrol", "show", kind, name, "--oneliner").splitlines()
     return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line.strip()]
 
@@ -211,7 +211,7 @@ def _output(*command: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Quote a value on one line for bash, and for `#SBATCH` lines, which follow the same rules."""
+    """Return a value quoted for bash and for `#SBATCH` lines. Raises ValueError for line breaks and control characters."""
     text = str(value)
     if not text.isprintable():
         raise ValueError(f"{text!r}: expected one line of printable text for a job file")

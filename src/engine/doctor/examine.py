@@ -1,4 +1,4 @@
-"""Diagnosis of this machine: its hardware and versions, what to fix first, or the command to start with."""
+"""Check of this machine: list its hardware and versions, problems with their fixes, and a command to start with."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OUTPUTS = ROOT / "outputs" if (ROOT / "outputs").exists() else ROOT
 
 
 def probe(module: str) -> dict[str, Any]:
-    """Run the module in a separate process and return the JSON that it prints, or {"error": the last line}."""
+    """Run a Python module in a separate process. Return the JSON that it prints; {"error": its last line} if it fails."""
     error, output = _run([sys.executable, *SAFE_PATH, "-m", module])
     return {"error": error} if error else dict(json.loads(output.splitlines()[-1]))
 
 
 def try_strategy(strategy: str, devices: int) -> str:
-    """Train two steps of a tiny model and evaluate it, with the command that a user types. Return the error or ""."""
+    """Train a tiny model for two steps with train.py, and evaluate it. Return the error; "" if it works."""
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         arguments = [f"parallel={strategy}", f"parallel.devices={devices}", f"hydra.run.dir={folder}/run", *TRY]
         return _run([sys.executable, str(ROOT / "train.py"), *arguments])[0]
@@ -56,7 +56,7 @@ def _run(command: list[str]) -> tuple[str, str]:
 
 @dataclass
 class MachineReport:
-    """Facts about this machine: `facts` in the output of `--json`, in bytes and seconds."""
+    """Hardware and versions of this machine, and the results of trial runs. Sizes are in bytes."""
 
     devices: list[dict[str, Any]] = field(default_factory=nvidia.listed)  # as NVML lists them
     visible: int = field(default_factory=lambda: len(hardware.visible_cuda_devices()))
@@ -70,7 +70,7 @@ class MachineReport:
     )
     disk: int = field(default_factory=lambda: shutil.disk_usage(OUTPUTS).free)
     can_write: bool = field(default_factory=lambda: os.access(OUTPUTS, os.W_OK))
-    tries: dict[str, str] = field(default_factory=dict)  # strategy -> error, "" if it ran
+    tries: dict[str, str] = field(default_factory=dict)  # strategy -> error of its trial run, "" if none
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Finding:
 
 
 def examine(as_json: bool) -> int:
-    """Print the findings and what to do. Return 1 if training cannot start, else 0."""
+    """Check this machine and print the findings, as text or JSON. Return 1 if training cannot start, else 0."""
     print("querying torch and timm …", file=sys.stderr, flush=True)
     facts = MachineReport()
     for strategy, devices in strategies_to_try(facts).items():
@@ -104,7 +104,7 @@ def examine(as_json: bool) -> int:
 
 
 def as_text(facts: MachineReport, findings: list[Finding]) -> str:
-    """Return a line per finding, then what to fix, in order, and the command to start with if training can start."""
+    """Format the findings, one per line, then the fixes in order and, if training can start, a command to start with."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -121,7 +121,7 @@ def as_text(facts: MachineReport, findings: list[Finding]) -> str:
 
 
 def findings_of(facts: MachineReport) -> list[Finding]:
-    """Return the findings in the order in which to fix them."""
+    """Return a finding for the system, torch, the GPUs, storage and each strategy, in the order in which to fix them."""
     return [
         Finding("system", f"{platform.platform()}, Python {platform.python_version()}, {facts.cores} cores"),
         _torch(facts),
@@ -132,7 +132,7 @@ def findings_of(facts: MachineReport) -> list[Finding]:
 
 
 def strategies_to_try(facts: MachineReport) -> dict[str, int]:
-    """Return strategy -> number of devices for each strategy to try here; empty if something prevents training."""
+    """Return strategy -> number of devices of each trial run; empty if a finding prevents training."""
     if any(finding.stops for finding in findings_of(facts)):
         return {}
     several = facts.visible or min(2, facts.cores)
@@ -142,7 +142,7 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
 
 
 def advice(facts: MachineReport) -> str:
-    """Return the command to start with, chosen from the strategies that ran here."""
+    """Return the train.py command that suits this machine: on all its GPUs if that strategy ran, else on one device."""
     parallel = ParallelConfig()
     parallel.choose_strategy(several=facts.visible > 1)
     if facts.tries.get(parallel.strategy, "not tried"):
@@ -174,8 +174,8 @@ def _devices(facts: MachineReport) -> Finding:
     seen = facts.torch.get("devices", 0)
     text = f"{len(facts.devices)}: {names}; driver {facts.driver} for CUDA {facts.driver_cuda}; torch sees {seen}"
     remedy = (
-        f"install a torch built for CUDA {facts.driver_cuda} or older, or a newer driver; in a container: --gpus all; "
-        f"unset CUDA_VISIBLE_DEVICES, through which {facts.visible} are visible"
+        f"install a torch built for CUDA {facts.driver_cuda} or older, or a newer driver; in a container, give it "
+        f"--gpus all; unset CUDA_VISIBLE_DEVICES, with which {facts.visible} GPUs are visible"
     )
     is_fine = seen > 0 or "error" in facts.torch
     return Finding("GPUs", text, None if is_fine else remedy)
@@ -189,5 +189,5 @@ def _storage(facts: MachineReport) -> list[Finding]:
             memory.remedy = "loader workers pass batches through it: docker run --shm-size 8g, or data.workers=0"
     disk = Finding("disk", f"{facts.disk / GIB:.0f} GiB free in {OUTPUTS}", stops=not facts.can_write)
     if disk.stops or facts.disk < 2 * GIB:
-        disk.remedy = "make room there and make it writable, or choose another folder: paths.output_dir=…"
+        disk.remedy = f"free space in {OUTPUTS} and make it writable, or choose another folder: paths.output_dir=…"
     return [memory, disk]

@@ -1,4 +1,4 @@
-"""Print versions and devices of torch as one line of JSON. A separate process, because a broken torch may crash it."""
+"""Print versions and devices of torch as one line of JSON. Run in its own process, because a broken torch may crash."""
 
 from __future__ import annotations
 

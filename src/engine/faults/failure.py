@@ -1,4 +1,4 @@
-"""Failure records: write one per rank, find the root cause, format it for the user."""
+"""Failure records: each failed rank writes one; the launcher finds the rank that failed first and prints its record."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_allo
 
 @dataclass
 class RankExits:
-    """Exits of this node's ranks: the nonzero exit codes (negative: killed by that signal)."""
+    """Exits of the ranks of this node: `exit_codes` has rank -> nonzero exit code (negative: killed by that signal)."""
 
-    signal: int | None = None  # stopped this process while it waited
+    signal: int | None = None  # the signal that stopped this launcher, or all of its ranks
     exit_codes: dict[int, int] = field(default_factory=dict)
     world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
-    oom_kills: int = 0  # by the kernel meanwhile, of any process on the machine
+    oom_kills: int = 0  # processes of this machine that the kernel killed meanwhile for lack of memory
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Return a new failure record of a rank on this host. `changes` replace the default values of its fields."""
+    """Return a failure record for a rank on this host, with default values except for `reason` and `changes`."""
     return {
         "rank": rank,
         "host": host_name(),
@@ -48,7 +48,7 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
         "reason": reason,
         "exception": "",
         "traceback": None,
-        # False if the reason is sufficient: the traceback then appears in the log only.
+        # False if the reason says enough: the traceback then appears in the log only.
         "shows_traceback": True,
         "log": None if rank is None else str(log_file(folder, rank)),
         "is_echo": False,
@@ -58,7 +58,7 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
 
 
 def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Return this rank's failure record for an exception. Call it while the exception is being handled."""
+    """Return the failure record of this rank for an exception. Call it in the `except` block."""
     kind, text = type(error).__name__, _one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     location = f"{Path(last.filename).name}:{last.lineno}"
@@ -75,9 +75,9 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folde
     elif NOT_DETERMINISTIC in text:
         record["reason"] += "; set train.deterministic=false, or use another model"
     elif "DataLoader worker" in text:
-        record["reason"] += "; a loader worker was killed, perhaps for lack of memory; lower data.workers"
+        record["reason"] += "; the kernel may have killed a loader worker for lack of memory; lower data.workers"
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
-        reason = f"{ranks.name} lost its connection to another rank, which has left: {kind}: {text}"
+        reason = f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
         record |= {"is_echo": True, "reason": reason}
     return record
 
@@ -95,7 +95,7 @@ def failure_files(folder: Path) -> list[Path]:
 
 
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
-    """Return the failure record of the rank that failed first in the latest attempt; other ranks failed because of it."""
+    """Return the record of the rank that failed first in the latest attempt, made from its exit code if it wrote none."""
     records = _records(folder)
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
@@ -116,7 +116,7 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
 
 
 def cause_is_known(folder: Path) -> bool:
-    """Return True if a rank has recorded a failure other than a lost connection, which only follows from another failure."""
+    """Return True if a rank has recorded a failure other than a lost connection, which is never the first failure."""
     return any(not record["is_echo"] for record in _records(folder))
 
 
@@ -125,11 +125,11 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
-    """Return a failure record, derived from the exit code, for a rank that did not write one."""
+    """Return a failure record for a rank that exited with `code` without writing one."""
     if code == -KILL and oom_kills:
         reason = f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
         return record_of(rank, folder, reason, status="out_of_memory")
-    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited early with exit code {code}"
     return record_of(rank, folder, f"rank {rank} {end}")
 
 
@@ -138,7 +138,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def failure_text(failure: dict[str, Any]) -> str:
-    """Format a failure record for the console: traceback, reason, log file."""
+    """Format a failure record for the console, as lines with its traceback, reason and log file."""
     lines = [f"Failed: {failure['reason']}"]
     if failure["traceback"] and failure["shows_traceback"]:
         lines.insert(0, failure["traceback"].rstrip())
@@ -148,7 +148,7 @@ def failure_text(failure: dict[str, Any]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the exception's message in one line. A loader worker's message is a traceback: take its last line."""
+    """Return the message of an exception in one line. From the traceback of a loader worker, take the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and "Original Traceback" in str(error):
         lines = lines[-1:]

@@ -1,4 +1,4 @@
-"""Heartbeats: once a second, each rank shares its progress and failures through the store."""
+"""Heartbeats: once a second, each rank publishes its progress in the store and reads that of other nodes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 # All in seconds.
 TICK = 1.0  # between two heartbeats
 NODE_SILENT = 7.0  # without a heartbeat: the node is dead, stopped, or cut off
-START_SILENT = 60.0  # the same before its first step: importing torch from a slow disk blocks all threads
-LEFT = 3.0  # without a heartbeat: the rank has left
+START_SILENT = 60.0  # replaces NODE_SILENT before the first step: importing torch from a slow disk blocks all threads
+LEFT = 3.0  # without a heartbeat: the rank has exited
 CAUSE = 5.0  # to wait for the cause of a lost connection
 PUBLISH = 2.0  # for the store to accept a failure, and for the thread to end
 
 
 @dataclass
 class Heartbeat:
-    """State of one rank, which the rank shares with the other ranks once a second."""
+    """State of a rank: its process, and the step and phase of its main thread. Each rank publishes its own every second."""
 
     rank: int
     host: str = ""
@@ -54,20 +54,20 @@ class Heartbeat:
 
 @dataclass
 class Heartbeats:
-    """Sends and reads heartbeats in a thread, because a call to a store behind a cut link never returns."""
+    """Thread that publishes and reads heartbeats. Calls to the store are in a thread, because they may never return."""
 
     ranks: Ranks
-    store: Store | None  # a separate client; None for the only rank
+    store: Store | None  # a client for this thread alone; None if there is only one rank
     folder: Path
     ticks: int = 0
     alarm: bool = False  # a rank has made no progress for too long
     failed: bool = False  # a rank has published a failure
-    gone: bool = False  # the store has closed, and with it node 0's launcher
-    is_leaving: bool = False  # this rank has failed, and exits by itself
+    gone: bool = False  # the store has closed: the launcher of node 0 has ended
+    is_leaving: bool = False  # this rank has failed and is about to exit
     answered_at: float = field(default_factory=time.monotonic)
-    # By node: the newest heartbeat of its first rank, and when its ticks last increased.
+    # Node -> newest heartbeat of its first rank, and the time when its `ticks` last changed.
     _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
-    # By rank: its ticks, and when they last increased.
+    # Rank -> its newest `ticks`, and the time when they last changed.
     _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -78,7 +78,7 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread, which would abort the process if it used the store while the interpreter shuts down."""
+        """Stop the thread: it would abort the process if it used the store while the interpreter shuts down."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=PUBLISH)
@@ -88,7 +88,7 @@ class Heartbeats:
         return Heartbeat(self.ranks.rank, host_name(), os.getpid(), *progress, machine_id(), self.ranks.node)
 
     def all(self) -> list[Heartbeat]:
-        """Return every rank's newest heartbeat. Needs a store that answers."""
+        """Return the newest heartbeat of each rank, in order of rank. Raises RuntimeError if the store has closed."""
         assert self.store is not None
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
         return [
@@ -97,7 +97,7 @@ class Heartbeats:
         ]
 
     def peer_has_left(self) -> bool:
-        """Return True if a rank has failed, or has been silent since the first call: collectives can no longer end."""
+        """Return True if a rank has failed, or has sent no heartbeat for LEFT seconds while this function was called."""
         if self.store is None or self.failed or self.gone:
             return self.failed or self.gone
         now = time.monotonic()
@@ -110,7 +110,7 @@ class Heartbeats:
         return any(now - moved_at > LEFT for _, moved_at in self._ticks.values())
 
     def silent_node(self) -> Heartbeat | None:
-        """Return the last heartbeat of a node that has been silent for too long; None if there is no such node."""
+        """Return the last heartbeat of a node that has sent none for too long; None if there is no such node."""
         if self.ranks.nodes == 1:
             return None
         now, nodes = time.monotonic(), dict(self._nodes)
@@ -122,15 +122,14 @@ class Heartbeats:
         if store_silence > NODE_SILENT / 3:
             return None
         for heartbeat, moved_at in nodes.values():
-            # If this rank has done a step, every rank has: the step's sum includes its gradients.
+            # If this rank has done a step, so has every rank, because the step sums the gradients of all ranks.
             limit = NODE_SILENT if heartbeat.step or liveness.steps_done else START_SILENT
             if now - moved_at > limit:
                 return heartbeat
         return None
 
     def wait_for_cause(self) -> None:
-        """Wait, on the first rank of each node, until a failure record explains why this rank lost its connection."""
-        # The rank that left, or its launcher, publishes the cause; otherwise a silent node is recorded as lost.
+        """Wait after a lost connection for the record of another rank's failure; without one, record a silent node as lost."""
         self.is_leaving = True
         deadline = time.monotonic() + CAUSE
         while self.ranks.is_first_of_node and not self.gone and not cause_is_known(self.folder):
@@ -138,18 +137,18 @@ class Heartbeats:
             if now > deadline:
                 lost = [last for last, moved_at in dict(self._nodes).values() if now - moved_at > CAUSE / 2]
                 if lost:
-                    reason = f"{lost[0].node_and_rank} left without a record; it was killed, or its node died"
+                    reason = f"{lost[0].node_and_rank} exited without a record; it was killed, or its node died"
                     write_failure(self.folder, self.record_of(lost[0], reason, "NodeLost"))
                 return
             time.sleep(TICK / 4)
 
     def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
-        """Return a failure record for the rank that sent heartbeat `other`, and that cannot write a record itself."""
+        """Return a failure record for the rank with heartbeat `other`, because that rank cannot write one itself."""
         attempt = self.ranks.restart_count
         return record_of(other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception)
 
     def forgive(self, seconds: float) -> None:
-        """Do not count seconds in which this process was suspended as silence of other nodes."""
+        """Shift all times by `seconds` in which this process was suspended, so that other nodes do not count as silent."""
         self.answered_at += seconds
         for node, (heartbeat, moved_at) in dict(self._nodes).items():
             self._nodes[node] = heartbeat, moved_at + seconds
@@ -191,7 +190,7 @@ class Heartbeats:
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:
-    """Publish a failure record to all nodes. The store numbers the records, because the clocks of two hosts differ."""
+    """Publish a failure record to all nodes, with a number from the store: clocks of hosts differ, so times do not order."""
 
     def publish() -> None:
         with suppress(RuntimeError):
@@ -207,7 +206,7 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
 
 
 def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
-    """Write into `folder` the failure records that other nodes' ranks published: this node may not see their disks."""
+    """Write the failure records that ranks of all nodes have published into `folder`, which other nodes may not share."""
     for rank in range(world_size):
         if store.check([f"failure/{rank}"]) and not failure_file(folder, rank).exists():
             write_failure(folder, json.loads(store.get(f"failure/{rank}")))

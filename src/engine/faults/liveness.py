@@ -1,4 +1,4 @@
-"""Progress counter of this process's main thread. The watchdog polls it to find a rank that makes no progress."""
+"""Counter of the progress of this process. The watchdog polls it to find a rank that makes no progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STARTING, READING, FORWARD, GATHERING, BACKWARD, EVALUATING, COUNTING, SAVING = 
 
 
 class Liveness:
-    """Counts the main thread's ticks (signs of progress). `at` runs several times per step, so it has to be cheap."""
+    """Counter of signs of progress (ticks) of the main thread, with the step and phase that this thread is in."""
 
     def __init__(self) -> None:
         self.step = 0  # in progress
@@ -26,12 +26,12 @@ class Liveness:
         self.steps_done = 0  # optimizer steps of this process
 
     def at(self, phase: int) -> None:
-        """Count a tick and set the phase of the step that the main thread enters."""
+        """Set the phase of the step that begins now, and count a tick. Cheap, because each step calls it several times."""
         self.phase = phase
         self.ticks += 1
 
     def count_step(self, *_: object) -> None:
-        """Count a tick and a step; torch calls this hook after every optimizer step, also in your own training loop."""
+        """Count an optimizer step and a tick. torch calls this hook after each step of any optimizer, in any loop."""
         self.ticks += 1
         self.steps_done += 1
 

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 SIGNAL_POLL_SECONDS = 0.25
-PROMISE_SECONDS = 10.0  # for ranks that have died; then this rank stops at its present step
+PROMISE_SECONDS = 10.0  # to wait for ranks that may have died; then this rank stops after its present step
 
 
 class StopCoordinator:
-    """Agrees with all ranks on the last step. Steps count from the process start, so they are equal on all ranks."""
+    """Agreement of all ranks on the last step before they stop. Steps count from the start of the process."""
 
-    # A thread per rank uses the store, so no step needs a collective. Each rank promises not to go beyond its present
-    # step. The latest of these steps is the last for all ranks; a rank that reaches it early waits for the promises.
+    # A thread per rank uses the store, so no step needs a collective. After a signal, each rank publishes its present step
+    # and waits at the end of it. The largest of these steps is the last step for all ranks.
     def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
         self.signal: int | None = None
         self.stopped = False  # the last result of `should_stop`
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._step = 1  # in progress or next: this rank will do it
-        self._hold: int | None = None  # no step beyond it until the last step is decided
+        self._step = 1  # the step in progress, or the next one
+        self._hold: int | None = None  # the step after which this rank waits until the last step is decided
         self._last: int | None = None
         self._decided = threading.Event()
         self._wake = threading.Event()
@@ -35,7 +35,7 @@ class StopCoordinator:
             atexit.register(self.close, 1.0)  # for a process that ends by an exception or a signal
 
     def close(self, seconds: float = PROMISE_SECONDS) -> None:
-        """End the thread, which would abort the process if it used the store while the interpreter shuts down."""
+        """Stop the thread: it would abort the process if it used the store while the interpreter shuts down."""
         if self._thread.is_alive():
             self._leaving = True
             self._wake.set()
@@ -50,9 +50,9 @@ class StopCoordinator:
         self._wake.set()
 
     def should_stop(self) -> bool:
-        """Return True if the step just done was the last, equally on all ranks. Call it once after each step."""
-        # The next step is promised before _hold is read, and _agree reads _step again after it has set _hold: the later
-        # of the two sees the other's value. Otherwise a rank could promise to end with a step that it has already left.
+        """Return True, on all ranks alike, if the step that has just ended is the last. Call it once after each step."""
+        # _step is set before _hold is read, and _agree reads _step again after it has set _hold. So at least one of the two
+        # threads sees the value of the other, and no rank publishes a step that it has already finished.
         self._step += 1
         if self._hold is not None and self._hold < self._step:
             self._decided.wait()
@@ -61,7 +61,7 @@ class StopCoordinator:
         return self.stopped
 
     def stop_requested(self) -> bool:
-        """Return True once a signal has reached any rank and all ranks know; ranks may see it at different times."""
+        """Return True if a signal has reached any rank and the last step is decided. Ranks may notice at different steps."""
         if self._hold is None:
             return False
         self._decided.wait()

@@ -1,4 +1,4 @@
-"""Ends a rank that makes no progress, and names the rank that stopped first instead of the ranks that wait for it."""
+"""Watchdog that ends a run without progress, and records the rank that is stuck instead of the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 # All in seconds.
 SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
-COMPARE = 3.0  # for the other ranks to share their positions
+COMPARE = 3.0  # for the other ranks to publish their positions
 WRITE = 10.0  # for the rank that records the failure
 LEAVE = 5.0  # for this rank to exit by itself after a rank of another node failed
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
 class Watchdog:
-    """Thread that watches this rank's liveness counter during the `with` block, without collectives."""
+    """Thread that ends this process if its main thread makes no progress during the `with` block."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before leaving."""
+        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before the process ends."""
         self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
         self.before_exit = before_exit or (lambda: None)
         # Each thread needs a separate client of the store.
@@ -68,7 +68,7 @@ class Watchdog:
 
     @property
     def limit(self) -> int:
-        """Seconds that the main thread may go without a tick in its current phase."""
+        """Seconds without progress after which the main thread counts as stuck: longer before the first step."""
         return self.config.timeout if liveness.steps_done else self.config.start_timeout
 
     def _watch(self) -> None:
@@ -89,7 +89,7 @@ class Watchdog:
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
                 return
-            # On one machine the agent ends the other ranks, and a rank that has failed is waiting for the cause.
+            # On one machine the agent ends the other ranks. A rank that has failed itself is in `wait_for_cause`.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at:
@@ -97,7 +97,7 @@ class Watchdog:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:
-        """Record that the node of heartbeat `lost` is silent, and exit at once: sockets to it would block for minutes."""
+        """Record that the node with heartbeat `lost` is silent, and exit: sockets to that node would block for minutes."""
         reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
         # `finally`: also if the disk is full.
         try:
@@ -108,8 +108,8 @@ class Watchdog:
             _exit()
 
     def _end(self, silent: float) -> None:
-        """Log the stacks, record the rank that failed, and exit. The alarm makes all other ranks do the same."""
-        # For a store that no longer answers.
+        """Log the stacks of all threads, record the rank that is stuck, and exit, as then do all other ranks."""
+        # In case the store no longer answers.
         killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
         killer.daemon = True
         killer.start()
@@ -121,7 +121,7 @@ class Watchdog:
             _exit()
 
     def _name_the_failed(self) -> None:
-        """Compare the ranks' positions. One rank records which rank failed; the others wait for that record."""
+        """Find the stuck rank by comparing the positions of all ranks. One rank records it; the others wait for that."""
         mine = self.heartbeats.mine()
         before = after = [mine]
         if self.store is not None:
@@ -142,7 +142,7 @@ class Watchdog:
             with suppress(RuntimeError):  # the recorder was late, or its exit closed the store
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
-            # The recorder calls this for its own node. Rank 0 writes result.json, so it must not leave before that.
+            # The recorder calls this for its own node. Rank 0 writes result.json in it, so it must not exit before.
             if self.ranks.is_first_of_node and after[recorder].node != self.ranks.node:
                 self.before_exit()
 
@@ -164,7 +164,7 @@ class Watchdog:
 
 
 def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[Heartbeat, int, str]:
-    """Return (failed rank, rank that records this, reason), from heartbeats before and after `limit` seconds of silence."""
+    """Compare two heartbeats of each rank. Return (heartbeat of the stuck rank, rank that records the failure, reason)."""
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]
     silent = [new for old, new in pairs if new.ticks == old.ticks]
@@ -187,13 +187,13 @@ def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[
 
 
 def _exit() -> None:
-    """Exit at once, without any `finally` of the main thread, which may be stuck."""
+    """Exit at once with code 1, without running `finally` blocks of the main thread, which may be stuck."""
     remove_lock_files()
     os._exit(1)
 
 
 def _is_in_debugger() -> bool:
-    """Return True if the main thread is in a debugger, where a person may think for longer than any limit."""
+    """Return True if the main thread is in a debugger, where waiting for a person is no failure."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(_main_frame())]
     return any(debugger in file for file in files for debugger in DEBUGGERS)
 
@@ -203,7 +203,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a stuck rank, with SIGABRT first: faulthandler then writes its stacks, also from native code."""
+    """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the stacks of the rank."""
     for number, pause in ((signal.SIGABRT, 1.0), (KILL, 0.0)):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

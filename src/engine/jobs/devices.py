@@ -1,8 +1,7 @@
-"""Devices for jobs: lists this machine's devices, the devices that a job needs, and the number of concurrent jobs."""
+"""Devices of this machine for concurrent jobs: which exist, which a job needs, and how a job is limited to its own."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
@@ -11,14 +10,13 @@ from src.schema import Config
 
 
 def devices_here() -> dict[str, list[str]]:
-    """Return this machine's devices, kind -> names: core numbers, names for CUDA_VISIBLE_DEVICES, Apple's GPU."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(hardware.cores())
+    """Return the devices of this machine by kind: cpu -> core numbers, cuda -> UUIDs, mps -> `mps`."""
     cuda = [device.uuid for device in hardware.visible_cuda_devices()]
-    return {"cpu": [str(core) for core in cores], "cuda": cuda, "mps": ["mps"]}
+    return {"cpu": [str(core) for core in hardware.core_numbers()], "cuda": cuda, "mps": ["mps"]}
 
 
 def need_of(config: Config) -> Requirement:
-    """Return the devices that a job needs. A config with device numbers means all devices, so the job runs alone."""
+    """Return the devices that a job needs: all, without a concurrent job, if its config gives device numbers."""
     if config.cluster.scheduler == "slurm":
         return Requirement("slurm", 1)
     parallel = config.parallel
@@ -28,28 +26,32 @@ def need_of(config: Config) -> Requirement:
 
 
 def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], list[int]]:
-    """Return the environment variables and the cores that limit a job to devices `names`. No cores: all."""
+    """Return (environment variables, cores) that limit a job to the devices `names`. An empty list of cores means all."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" else {}
     return variables, [int(name) for name in names] if need.kind == "cpu" else []
 
 
 def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
-    """Check sweep.jobs or search.n_jobs. Return the number of concurrent jobs; None: limited by devices only."""
+    """Return the limit that `key` (sweep.jobs or search.n_jobs) with value `jobs` sets to concurrent jobs; None: no limit."""
     if jobs == 1:
         return 1
     if config.sweep.timed:
-        raise ValueError(f"{key}={jobs}: sweep.timed=true, and concurrent jobs slow each other down; use {key}=1")
+        raise ValueError(f"{key}={jobs}: sweep.timed=true times the jobs, so each runs alone; use {key}=1")
     if key == "search.n_jobs" and config.optimized_metric == "images_per_sec":
-        raise ValueError(f"{key}={jobs}: optimized_metric=images_per_sec is a speed, so trials run alone; use {key}=1")
+        raise ValueError(
+            f"{key}={jobs}: optimized_metric=images_per_sec times the trials, so each runs alone; use {key}=1"
+        )
     if jobs != "auto":
         return int(jobs)
     if key == "search.n_jobs" and config.cluster.scheduler != "local":
-        raise ValueError(f"{key}=auto: a cluster has no limit; set the number of trials to submit at a time")
+        raise ValueError(
+            f"{key}=auto: only for trials on this machine; on a cluster, give a number of concurrent trials"
+        )
     return None
 
 
 def why_alone(scheduler: DeviceScheduler, needs: set[Requirement]) -> str:
-    """Return the reason why jobs with these needs cannot run concurrently; an empty string if they can."""
+    """Return the reason why no two jobs that need these devices can run concurrently; an empty string if some can."""
     if not needs or any(scheduler.concurrent_jobs(need) > 1 for need in needs):
         return ""
     need = max(needs, key=lambda need: need.count)

@@ -1,4 +1,4 @@
-"""A job of a sweep or search on this machine: starts, monitors and stops its process, and records how it ended."""
+"""Job of a sweep or search on this machine: starts, monitors and stops its process, and records how it ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Watch = Callable[[], str]  # returns the reason to prune the running job, empty 
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Update an unfinished job from its result.json; the sweep may have been killed before it recorded the result."""
+    """Update an unfinished job from its result.json, because a killed sweep has not recorded how the job ended."""
     try:
         result = read_result(folder)
     except ValueError:
@@ -38,10 +38,10 @@ def sync_from_result(job: Job, folder: Path) -> None:
 
 
 class LocalJob:
-    """A running job in processes on some devices of this machine."""
+    """Job of a sweep that runs in its own processes, on some or all devices of this machine."""
 
     def __init__(self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None) -> None:
-        """`server`: forks the job; None: the job starts as a command."""
+        """`watch`: returns a reason to stop the job early. `server`: forks the job; None: the job starts as a command."""
         self.job, self.folder, self._watch, self._server = job, folder, watch, server
         self._prune_reason = ""
         self._began = time.monotonic()
@@ -67,22 +67,23 @@ class LocalJob:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C reaches only this process, which passes it on once
-                # Here rather than in the job's code: the launcher may be killed before that code runs.
+                start_new_session=True,  # a Ctrl-C reaches only the sweep, which sends it to the job once
+                # Called before any code of the job, because the sweep may be killed before that code runs.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
     def has_left(self) -> bool:
+        """Return True if the process has exited. A job whose fork server was killed starts again, as a command."""
         assert self._process is not None
         has_left = self._process.poll() is not None
-        # Its server was killed: it continues from its checkpoint, unless it had written its result.
+        # It continues from its checkpoint.
         if isinstance(self._process, ForkedJob) and self._process.is_lost and read_status(self.folder) != "done":
             self._start_command()
             return False
         return has_left
 
     def send(self, number: int) -> None:
-        """Send the signal `number`, so that the job saves and exits."""
+        """Send signal `number` to the job, which then saves a checkpoint and exits."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -96,16 +97,16 @@ class LocalJob:
         return 0 if self._process is None or self._process.returncode is None else self._process.returncode
 
     def without_result(self, error: str) -> tuple[str, str]:
-        """Return (status, reason) of a job that exited without a result.json. `error`: why the read failed."""
+        """Return (status, reason) for a job that exited without a result.json. `error`: the text from reading that file."""
         if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
-            return "out_of_memory", "the kernel killed its launcher for lack of memory"
+            return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
         return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:
-        """Return True if the job has exited. Stop a running job (pruned) once its `watch` function returns a reason."""
+        """Return True if the job has exited. Otherwise stop the job if its `watch` function returns a reason to."""
         if self.has_left():
             if self._watch is not None:
-                self._watch()  # report its last values: the study compares other trials with them
+                self._watch()  # reports the last values of the trial, with which Optuna compares other trials
             return True
         if self._watch is not None and not self._prune_reason and (reason := self._watch()):
             self._prune_reason = reason
@@ -113,7 +114,7 @@ class LocalJob:
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Record in the job and its result.json how the job ended. `stopped_by`: signal that stopped the sweep."""
+        """Record how the job ended, after signal `stopped_by` if that stopped the sweep. Return its result, None if it has none."""
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began
         try:

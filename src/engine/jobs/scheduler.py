@@ -1,7 +1,7 @@
-"""Chooses the next job and its devices. Does not use processes or a clock, so a test can simulate a whole sweep.
+"""Scheduler that assigns devices to the jobs of a sweep. It uses no processes and no clock, so tests can simulate sweeps.
 
-Large jobs start first, so that small ones fill the gaps. Devices are reserved for the first job that does not fit, else
-small jobs could delay it forever.
+Jobs that need many devices start first, and small jobs fill the gaps. If a job does not fit, no smaller job of the same
+kind starts before it, because small jobs could delay it forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Requirement:
-    """Devices that a job needs: `count` of a kind (cpu: cores; cuda; mps; slurm: slots), or all, with no other job."""
+    """Devices that a job needs: `count` devices of `kind` (cpu: cores). `alone`: all devices, and no concurrent job."""
 
     kind: str
     count: int
@@ -23,7 +23,7 @@ class DeviceScheduler:
     """Assigns the devices of a machine to jobs, and chooses the job that starts next."""
 
     def __init__(self, devices: Mapping[str, Sequence[str]], max_jobs: int | None = None) -> None:
-        """`devices`: names by kind. `max_jobs`: concurrent jobs; None: limited by devices only."""
+        """`devices`: names by kind. `max_jobs`: limit of concurrent jobs; None: limited by devices only."""
         self.devices, self.max_jobs = devices, max_jobs
         self.held: dict[int, tuple[Requirement, Sequence[str]]] = {}
 
@@ -35,9 +35,10 @@ class DeviceScheduler:
     def start_next(
         self, waiting: Sequence[tuple[int, Requirement]], has_memory: Callable[[], bool] = lambda: True
     ) -> tuple[int, list[str]] | None:
-        """Return (job to start now, its devices), or None if the caller must wait until a job ends.
+        """Return (number of the job to start now, its devices), or None if the caller must wait until a job ends.
 
-        `waiting`: (job, need) in order. `has_memory` is called before a job starts while others run.
+        `waiting`: (number, requirement) of each job in order. `has_memory`: returns True if the memory is enough for one
+        more job; called only while other jobs run.
         """
         if len(self.held) == self.max_jobs:
             return None
@@ -56,16 +57,17 @@ class DeviceScheduler:
         return None
 
     def release(self, job: int) -> None:
+        """Free the devices of a job that has ended."""
         del self.held[job]
 
     @property
     def is_full(self) -> bool:
-        """Return True if no further job that needs devices of the kinds in use could start."""
+        """Return True if no device of the kinds in use is free, or the limit of concurrent jobs is reached."""
         none_free = bool(self.held) and not any(self.free(need.kind) for need, _ in self.held.values())
         return none_free or len(self.held) == self.max_jobs
 
     def concurrent_jobs(self, need: Requirement) -> int:
-        """Return the number of jobs with this need that can run concurrently."""
+        """Return the number of jobs that can run concurrently if each needs `need`."""
         fit = 1 if need.alone else len(self.devices[need.kind]) // self._count(need)
         return fit if self.max_jobs is None else min(fit, self.max_jobs)
 

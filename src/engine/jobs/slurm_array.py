@@ -1,7 +1,7 @@
-"""Runs a sweep as one Slurm job array: one array task per job, at most `sweep.jobs` tasks at a time.
+"""Sweep as a Slurm job array: one array task per job, at most `sweep.jobs` tasks at a time.
 
-No process waits for it. Each task updates jobs.json when it ends, and the last one writes the report:
-`python -m src.engine.jobs.slurm_array <sweep folder> [<task> <its exit code>]`.
+No process waits for the array. Each task updates jobs.json when its job ends, and the last task writes the report:
+`python -m src.engine.jobs.slurm_array <sweep folder> [<task> <exit code of its job>]`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ LOCK_SECONDS = 60.0  # to wait while another task updates jobs.json
 
 
 def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
-    """Submit the waiting jobs of a sweep as one array. Return the exit code: at once, unless cluster.wait=true.
-
-    `config`: the config of any waiting job. If Slurm refuses the array, the folder of a new sweep is removed again.
-    """
+    """Submit the waiting jobs of a sweep as one Slurm array. Return the exit code. A rejected new sweep leaves no folder."""
     waiting = [job for job in jobs.jobs if job.status == "waiting"]
     script = jobs.folder.resolve() / SCRIPT
     if not is_new and config.cluster.submit and (queued := jobs_in_queue().get(str(script))) is not None:
-        raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of it is still in the queue; wait, or scancel it")
+        raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or scancel it")
     for job in waiting:
         (jobs.folder / job.folder / "logs").mkdir(exist_ok=True)
     write_text(jobs.folder / FOLDERS, "".join(f"{(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs))
@@ -59,7 +56,7 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
 
 
 def _array_script(config: Config, folder: Path, tasks: str) -> str:
-    """Return the text of the array's job.sbatch. `tasks`: in the syntax of --array, `0,1,2%2`."""
+    """Return the text of the batch script of a sweep's array. `tasks`: value of sbatch's --array, such as `0,1,2%2`."""
     return script_of(
         config,
         what=f"the jobs of {folder}, a task each",
@@ -74,7 +71,7 @@ def _array_script(config: Config, folder: Path, tasks: str) -> str:
 
 
 def update(folder: Path, task: int | None = None, code: int = 0) -> None:
-    """Update jobs.json after `task` has ended with exit `code`, and write the report when all tasks have ended."""
+    """Update jobs.json after array task `task` has ended with exit code `code`. After the last task, write the report."""
     with lock_folder(folder, patience=LOCK_SECONDS):
         jobs = read_jobs(folder)
         for job in jobs.jobs:

@@ -1,4 +1,4 @@
-"""A search's trial as a Slurm job. The job survives a killed search; a resumed search finds it by its script's path."""
+"""Trial of a search as a Slurm job. The job survives a killed search; a resumed search finds it by its script's path."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from src.engine.record.result import Result, read_status
 
 LOOK_SECONDS = 3.0  # between two queries of Slurm's queue, which all users share
 PATIENCE_SECONDS = 60.0  # without an answer of the controller, before a search gives up
-CONTINUES = (None, "interrupted")  # statuses of a trial that Slurm stopped or has not started
+CONTINUES = (None, "interrupted")  # statuses of a trial that Slurm has not started, or has stopped to start it again
 FILES_SECONDS = 10.0  # until a network file system shows what a node has written
 
 
 class SlurmQueue:
-    """This user's jobs in Slurm's queue, queried at intervals for all trials together."""
+    """Cached list of this user's jobs in Slurm's queue, so that all trials together send one query every few seconds."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, str] = {}
         self._looked = -LOOK_SECONDS
 
     def job_of(self, script: Path) -> str | None:
-        """Return the id of the Slurm job with this script, None if it is not queued; may be a few seconds old."""
+        """Return the id of the queued or running job with this script, or None, as known up to three seconds ago."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             # If the controller is busy or restarts, assume that nothing has changed.
             with suppress(ValueError):
@@ -37,7 +37,7 @@ class SlurmQueue:
         return self._jobs.get(str(script))
 
     def job_now(self, script: Path) -> str | None:
-        """Return `job_of` from a new query of the queue; retry for a minute if Slurm's controller does not answer."""
+        """Query the queue now, for up to a minute, and return the id of the job with this script; None if it is not queued."""
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -58,7 +58,7 @@ class SlurmQueue:
 
 
 class SlurmJob(LocalJob):
-    """A search's trial that runs as a Slurm job."""
+    """Trial of a search that runs as a Slurm job."""
 
     def __init__(self, job: Job, folder: Path, watch: Watch | None, queue: SlurmQueue) -> None:
         super().__init__(job, folder, watch)

@@ -1,4 +1,4 @@
-"""Client of the server that forks the jobs of a sweep or search (engine/launch/fork_server.py)."""
+"""Client, in the process of a sweep or search, of the server that forks its jobs (engine/launch/fork_server.py)."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from src.engine.machine.platform import KILL
 from src.engine.machine.process import SAFE_PATH, limit_job
 from src.schema import Config
 
-# Variables that a library reads when it is loaded, so that a forked job cannot have other values than the server.
+# Environment variables that a library reads when it is loaded, so a forked job has the values of the server.
 READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
 END_SECONDS = 5.0
 
 
 class WarmServer:
-    """Starts, with the first job, a process that forks jobs, and sends it requests. After its end, jobs start as commands."""
+    """Client of a server process that imports torch once and then forks jobs. Without the server, jobs start as commands."""
 
     def __init__(self) -> None:
         self.is_ready = False
         self.jobs: dict[int, ForkedJob] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._loaded: dict[str, str] = {}  # by the server, at its start
+        self._loaded: dict[str, str] = {}  # variables and code files that the server has loaded
         self._received = b""
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
-        """Return True if a job with this config can be forked: it has one rank, and the server is up to date.
+        """Return True if the server can fork a job with this config: one rank, on Linux, and no code changed since.
 
-        A timed sweep compares times from the start of the command, so its jobs all start as commands.
+        Return False for the jobs of a timed sweep, whose measured times include the imports of a new process.
         """
         if sys.platform != "linux" or config.parallel.has_ranks or config.sweep.timed:
             return False
-        return self._process is None or (self._connection is not None and self._loaded == _loaded_by_a_command())
+        return self._process is None or (self._connection is not None and self._loaded == _files_and_variables())
 
     def start(self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]) -> ForkedJob:
-        """Fork a job. The first call starts the server."""
+        """Fork the job with run folder `folder` from the server, which the first call starts. Return its process."""
         if self._process is None:
             self._start_server()
         job = ForkedJob(self, next(self._ids))
@@ -57,7 +57,7 @@ class WarmServer:
         return job
 
     def close(self) -> None:
-        """End the server. Its jobs have ended before."""
+        """End the process that forks jobs. Call it after all jobs have ended."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -65,18 +65,19 @@ class WarmServer:
             self._process.wait(END_SECONDS)
 
     def kill(self) -> None:
-        """End the server, and with it all of its jobs."""
+        """Kill the process that forks jobs, and with it all of these jobs."""
         assert self._process is not None
         self._process.kill()
 
     def send(self, message: dict[str, Any]) -> None:
+        """Send a request to the server that forks jobs. Does nothing if the server has ended."""
         if self._connection is not None:
             with suppress(OSError):  # the server has ended, which `update` notices
                 self._connection.setblocking(True)
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def update(self, wait: bool = False) -> None:
-        """Read the server's messages: the exit codes of jobs. `wait`: until there is a message."""
+        """Read messages of the server, which contain the exit codes of jobs. `wait`: block until a message comes."""
         if self._connection is None:
             return
         self._connection.setblocking(wait)
@@ -105,7 +106,7 @@ class WarmServer:
             # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork cannot use.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
-        self._loaded = _loaded_by_a_command()
+        self._loaded = _files_and_variables()
         self._process = subprocess.Popen(
             [sys.executable, *SAFE_PATH, "-m", "src.train", "--serve", str(theirs.fileno())],
             env=environment,
@@ -119,13 +120,13 @@ class WarmServer:
         self._connection = ours
 
     def _lose_jobs(self) -> None:
-        """Mark the jobs as lost. The kernel kills them with the server."""
+        """Mark all running jobs as lost after the server has ended: the kernel has killed them with the server."""
         assert self._process is not None and self._connection is not None
         self._connection.close()
         self._connection = None
         code = self._process.wait()
         if any(job.signaled is None for job in self.jobs.values()):
-            print(f"The server that forks jobs has ended (exit code {code}): jobs start as commands", file=sys.stderr)
+            print(f"The server that forks jobs exited with {code}; jobs now start as new processes", file=sys.stderr)
         for job in self.jobs.values():
             job.is_lost = job.signaled is None
             job.returncode = -(job.signaled or KILL)
@@ -133,13 +134,13 @@ class WarmServer:
 
 
 class ForkedJob:
-    """A job that the server has forked, with the methods of `subprocess.Popen` that LocalJob uses."""
+    """Process of a job that the server has forked, with the methods of `subprocess.Popen` that LocalJob calls."""
 
     def __init__(self, server: WarmServer, id: int) -> None:
         self.server, self.id = server, id
         self.returncode: int | None = None
-        self.signaled: int | None = None  # the first signal that it was sent
-        self.is_lost = False  # the server ended before the job, and nobody had stopped it
+        self.signaled: int | None = None  # the first signal sent to the job
+        self.is_lost = False  # the server ended before the job, which no signal had stopped
 
     def poll(self) -> int | None:
         self.server.update()
@@ -155,11 +156,11 @@ class ForkedJob:
         if self.server.is_ready:
             self.server.send({"id": self.id, "signal": number})
         else:
-            # The server still imports, and no job has begun, so nothing is to be saved.
+            # The server is still importing, so no job has started that would have to save.
             self.server.kill()
 
 
-def _loaded_by_a_command() -> dict[str, str]:
-    """Return the variables and code files that a new process reads at its start; a forked job has those of its server."""
+def _files_and_variables() -> dict[str, str]:
+    """Return the READ_AT_LOAD variables and the modification times of code files, which the server reads only once."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {str(path): str(path.stat().st_mtime_ns) for path in (ROOT / "src").rglob("*.py")}

@@ -1,7 +1,7 @@
-"""Forks jobs from a process that has imported torch, timm and your code, which saves each job seconds of imports.
+"""Server that forks the jobs of a sweep or search from a process that has already imported torch, timm and your code.
 
-`python -m src.train --serve <fd>` runs it, for a sweep or search (engine/jobs/warm_server.py). Only jobs of one rank are
-forked: the job's launcher here, and its rank in the launcher.
+This saves each job seconds of imports. engine/jobs/warm_server.py starts it as `python -m src.train --serve <fd>`. It forks
+only jobs of one rank: first the launcher of the job, which then forks the rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from src.engine.machine.process import limit_job
 
 
 def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
-    """Fork jobs for the sweep at the other end of a socket, until it closes. `preload`: imports what the jobs need.
+    """Fork the jobs that a sweep requests through the socket `descriptor`, until the sweep closes the socket.
 
-    Requests are lines of JSON: {"id", "folder", "environment", "cores"} starts a job, {"id", "signal"} sends it a
-    signal. Answers: {"ready": true}, then {"id", "code"} for each job that has exited, a negative code for a signal.
+    Each request is a line of JSON: {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a
+    signal to job `id`. Each answer is one too: {"ready": true} once, then {"id", "code"} for each job that has exited.
+    A negative code is the number of the signal that killed the job. `preload`: imports the modules that jobs need.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -40,8 +41,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
 
 def _check_is_forkable() -> None:
     """Raise RuntimeError if an imported module started a thread or initialized CUDA: neither survives a fork."""
-    tasks = Path("/proc/self/task")
-    threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
+    threads = len(os.listdir("/proc/self/task"))  # also counts threads of C++ libraries
     if threads != 1:
         raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
     torch = sys.modules.get("torch")
@@ -50,7 +50,7 @@ def _check_is_forkable() -> None:
 
 
 class ForkServer:
-    """Starts jobs on request, and reports their exits."""
+    """Server loop that forks a process for each requested job, and sends the exit code of each job to the sweep."""
 
     def __init__(self, connection: socket.socket, run: rank.RankMain) -> None:
         self.connection, self.run = connection, run
@@ -58,7 +58,7 @@ class ForkServer:
         self._wake_reading, self._wake_writing = socket.socketpair()
 
     def serve(self) -> None:
-        """Answer requests and report exits until the sweep closes the connection."""
+        """Start and signal jobs on request, and report their exit codes, until the sweep closes the connection."""
         self._wake_writing.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
@@ -89,7 +89,7 @@ class ForkServer:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            run_and_exit(lambda: self._be_job(parent, request))
+            run_and_exit(lambda: self._run_job(parent, request))
         self.jobs[pid] = request["id"]
 
     def _report_exits(self) -> None:
@@ -101,8 +101,8 @@ class ForkServer:
     def _send(self, message: dict[str, Any]) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _be_job(self, parent: int, request: dict[str, Any]) -> int:
-        """Run the job's launcher in this forked process, with everything that its command would have given it."""
+    def _run_job(self, parent: int, request: dict[str, Any]) -> int:
+        """Set up the environment, cores and log of a job in this forked process, and run its launcher. Return the exit code."""
         folder = Path(request["folder"])
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -118,18 +118,18 @@ class ForkServer:
         sys.argv = [str(job.__file__), str(folder)]
 
         def start_rank(command: list[str], environment: dict[str, str]) -> ForkedRank:
-            def be_rank() -> int:
+            def run_rank() -> int:
                 replace_environment(environment)
                 sys.argv = command[command.index("-m") + 1 :]
                 return rank.main(folder, self.run)
 
-            return ForkedRank(be_rank)
+            return ForkedRank(run_rank)
 
         return job.main(folder, start_rank)
 
 
 class ForkedRank:
-    """A rank forked from its launcher, with the methods of `subprocess.Popen` that the launcher uses."""
+    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that the launcher calls."""
 
     def __init__(self, work: Callable[[], int]) -> None:
         self.returncode: int | None = None
@@ -152,12 +152,13 @@ class ForkedRank:
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
+    """Make `environment` the complete set of environment variables of this process."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:
-    """Run `work` in a forked process and exit with its code. Never returns into the frames of the parent process."""
+    """Call `work` in a forked process and exit with the code that it returns; with 1 after an exception. Never returns."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     code = 1
@@ -168,7 +169,7 @@ def run_and_exit(work: Callable[[], int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # What the interpreter does at its end, without freeing objects of the parent, such as its locks.
+        # The interpreter does this at its end too. It would also free objects of the parent, such as the parent's locks.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Runs one job: from a checked config and a claimed run folder to result.json and an exit code."""
+"""Launcher of one run: writes the files that its ranks read, starts the ranks, and records how they ended."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from src.schema import ResolvedConfig
 
 
 def job_command(folder: Path) -> list[str]:
-    """Return the command that runs the saved config of `folder` in a separate process, for sweeps."""
+    """Return the command with which a sweep runs the saved config of a run folder in a separate process."""
     return [sys.executable, *SAFE_PATH, "-m", "src.engine.launch.job", str(folder)]
 
 
 def main(folder: Path, start_rank: StartRank = start_command) -> int:
-    """Run the saved config of `folder`, as a job of a sweep. Return the exit code."""
+    """Lock a run folder and run the config saved in it, as a job of a sweep. Return the exit code."""
     with lock_folder(folder):
         return run_job(load_config(folder), folder, start_rank)
 
 
 def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
-    """Run a resolved config in child processes, or write the scheduler's job file. Return the exit code."""
+    """Train with `config` in child processes, or write the job file for Slurm or Kubernetes. Return the exit code."""
     if config.cluster.scheduler != "local":
         save_config(config, folder)
         write_job_file = write_script if config.cluster.scheduler == "slurm" else write_manifest
@@ -47,7 +47,7 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
-    """Write the files that ranks read, and remove records of how an earlier attempt ended."""
+    """Write config.yaml and environment.json for the ranks, and remove the result and failures of an earlier attempt."""
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     save_config(config, folder)
@@ -57,7 +57,7 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
 
 
 def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None) -> int:
-    """Complete result.json from the ranks' exits, print a failure to `console` (stderr), and return the exit code."""
+    """Record in result.json why a run stopped or failed, and print it to `console` (stderr). Return the exit code."""
     console = console or sys.stderr
     # A signal that arrives while the ranks of a finished run exit does not count.
     if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
@@ -79,7 +79,7 @@ def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: Te
 def record_end(
     config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
 ) -> None:
-    """Write result.json for a run whose ranks did not write one."""
+    """Write result.json with `status` and `reason` for a run that was stopped or failed, so that no rank wrote one."""
     parallel, segments = config.parallel, read_segments(folder)
     result = Result(
         status="failed" if status == "refused" else status,

@@ -1,4 +1,4 @@
-"""One node of a job on several nodes: the job's file starts `python -m src.engine.launch.node <run folder>` on each."""
+"""Launcher on each node of a Slurm or Kubernetes job: `python -m src.engine.launch.node <run folder>`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from src.schema import Config, ResolvedConfig
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Node 0 gives up waiting this long before the other nodes stop waiting for it; srun's --wait ends them later.
+# Node 0 stops waiting for an earlier attempt this long before the other nodes stop waiting for node 0.
 LEAVE_FIRST_SECONDS = 60.0
 # Seconds for the other nodes to report how their ranks ended.
 REPORT_SECONDS = 6.0
 
 
-# The handler counts a signal before the ranks start too: USR1 would end this process without a record.
+# Installed before the ranks start, because USR1 would otherwise end this process without a record.
 @signal_handlers(stop_handler)
 def main(folder: Path, origin: Path) -> int:
-    """Run this node's ranks with the config in `origin`. Return train.py's exit code, or NODE_LOST."""
+    """Run the ranks of this node with `origin`/config.yaml in `folder`. Return train.py's exit code, or NODE_LOST."""
     try:
         address = find_address()
         if address.node > 0:
@@ -64,18 +64,18 @@ def main(folder: Path, origin: Path) -> int:
 
 
 def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
-    """Wait while an earlier attempt of this Slurm job locks `folder`. Return False if Slurm should requeue the job."""
+    """Wait while an earlier attempt of this Slurm job holds the lock of `folder`. Return False if it still does then."""
     # An earlier attempt outlives a slurmd that died. The other nodes wait no longer than start_timeout.
     same_job = f" of Slurm job {os.environ.get('SLURM_JOB_ID')}"
     if not _is_restart() or not is_locked(folder) or not owner_of(folder).endswith(same_job):
         return True
     seconds = max(0.0, start_timeout - LEAVE_FIRST_SECONDS)
     in_use = f"node: {folder}: in use by {owner_of(folder)}, an earlier start of this job"
-    print(f"{in_use}; waiting up to {seconds:.0f} s for its end", file=sys.stderr, flush=True)
+    print(f"{in_use}; waiting up to {seconds:.0f} s for that process to exit", file=sys.stderr, flush=True)
     deadline = time.monotonic() + seconds
     while is_locked(folder):
         if time.monotonic() > deadline:
-            print(f"{in_use}, after {seconds:.0f} s; Slurm starts this job again", file=sys.stderr)
+            print(f"{in_use}, still after {seconds:.0f} s; Slurm queues this job again", file=sys.stderr)
             return False
         time.sleep(POLL_SECONDS)
     return True
@@ -87,7 +87,7 @@ def _is_restart() -> bool:
 
 
 def find_address() -> NodeAddress:
-    """Return this node's rank and the meeting point of the nodes, from the scheduler's environment."""
+    """Return the number of this node and the address of node 0, from environment variables of Slurm or the pod."""
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
@@ -97,7 +97,7 @@ def find_address() -> NodeAddress:
 
 
 def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) -> int:
-    """Run node 0: wait for other nodes, share the config, run the ranks, write result.json. Return the exit code."""
+    """Wait for the other nodes, send them the config, run this node's ranks, complete result.json. Return the exit code."""
     checkpoints_before = _checkpoints(folder)
     prepare(config, folder)
     rendezvous = None
@@ -136,7 +136,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
 
 
 def run_follower_node(origin: Path, address: NodeAddress) -> int:
-    """Run a node other than 0, with node 0's config and without a shared disk. Return the exit code."""
+    """Receive the config from node 0 and run the ranks of this node, which needs no shared disk. Return the exit code."""
     # Without a shared disk this node cannot see the config yet, so the default start_timeout applies.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
@@ -166,6 +166,7 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
 
 
 def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
+    """Connect this node to the store of node 0, which node 0 creates, and publish the hardware of this node in it."""
     with imports_without_gc():
         import torch.distributed  # noqa: F401  # Rendezvous needs it
     rendezvous = Rendezvous(address, seconds)
@@ -174,14 +175,14 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
 
 
 def _ranks_store(store: Store) -> Store:
-    """Return the part of `store` that the ranks use. Ranks of several nodes have one attempt (see rendezvous.py: open_store)."""
+    """Return a view of `store` with the prefix of the ranks' keys. Ranks of several nodes never restart: attempt 0."""
     from torch.distributed import PrefixStore
 
     return PrefixStore("attempt_0", store)
 
 
 def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
-    """Wait at most REPORT_SECONDS for a failure record that explains why this node's ranks lost the other ranks."""
+    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost connection."""
     for _ in range(20):
         fetch_failures(store, folder, world_size)
         if failure.cause_is_known(folder):
@@ -190,7 +191,7 @@ def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
 
 
 def _checkpoints(folder: Path) -> set[str]:
-    """Return the names of the checkpoints. A name contains the step, so a new name means that the run made progress."""
+    """Return the file names of the checkpoints. They contain the step, so a new name shows that the run made progress."""
     return {path.name for path in (folder / "checkpoints").glob("*.pt")}
 
 

@@ -1,10 +1,9 @@
-"""Exchanges hardware inventories and the config between nodes, or ranks started by torchrun or srun."""
+"""Exchange of hardware inventories and the config between nodes, or between ranks that torchrun or srun started."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import time
 from contextlib import suppress
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 
 INVENTORY_POLL_SECONDS = 0.2
 CONFIG = "config"  # a key of the store
-REFUSAL_SECONDS = 10.0  # for the others to read a refusal before the store closes
-# Node 0 gives up after parallel.start_timeout, which the others do not know yet.
+REFUSAL_SECONDS = 10.0  # for the other processes to read a refusal before the store closes
+# Node 0 gives up after parallel.start_timeout. The other nodes do not know that value yet.
 LONGEST_WAIT = timedelta(days=1)
 LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # they decide the numbers of a step
 
 
 @dataclass
 class NodeInventory:
-    """Host, number, cores and CUDA devices of a node, or of a rank that torchrun or srun started."""
+    """Host name, node number, cores and CUDA devices that a process of a run can use, published for rank 0."""
 
     node: int
     host: str
@@ -44,16 +43,15 @@ class NodeInventory:
 
 
 def publish_inventory(store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None) -> None:
-    """Publish this process's NodeInventory in the store. `arguments`: command line; None: do not compare software."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(hardware.cores()))
+    """Publish the cores and CUDA devices of this process in the store; with `arguments`, versions and code to compare."""
     devices = [device.uuid for device in hardware.visible_cuda_devices()]
     software = {} if arguments is None else _software(arguments)
-    inventory = NodeInventory(node, host_name(), ranks, cores, devices, software)
+    inventory = NodeInventory(node, host_name(), ranks, hardware.core_numbers(), devices, software)
     store.set(f"facts/{index}", json.dumps(asdict(inventory)))
 
 
 def _software(arguments: list[str]) -> dict[str, str]:
-    """Return what must match on all nodes: command line, library versions, a digest of each code file."""
+    """Return name -> value of everything that must be equal on all nodes: arguments, versions, a hash per code file."""
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     software["Python"] = ".".join(platform.python_version_tuple()[:2])
     software |= {name: version_of(name) or "missing" for name in LIBRARIES}
@@ -63,18 +61,18 @@ def _software(arguments: list[str]) -> dict[str, str]:
 
 
 def collect_inventories(store: Store, count: int, seconds: float, who: str = "rank") -> list[NodeInventory]:
-    """Wait up to `seconds` for `count` inventories and return them. Raises ValueError if nodes' software differs."""
+    """Wait for the inventories of `count` processes and return them. Raises ValueError if one is missing or software differs."""
     deadline = time.monotonic() + seconds
     # store.wait would block signal handlers.
     while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{who} {', '.join(missing)} of {count}: not there within parallel.start_timeout={seconds:g} s; "
+                f"{who} {', '.join(missing)} of {count}: did not start within parallel.start_timeout={seconds:g} s; "
                 "start them sooner, or raise parallel.start_timeout"
             )
         time.sleep(INVENTORY_POLL_SECONDS)
     inventories = [NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]
-    # Gradients of different code would be averaged all the same, with equal parameters on all ranks.
+    # Otherwise DDP would average gradients of different code unnoticed: the parameters stay equal on all ranks.
     compared = [(f"node {each.node} ({each.host})", each.software) for each in inventories if each.software]
     if difference := first_difference(compared):
         raise ValueError(f"{difference}; give all nodes the same command line, libraries and code")
@@ -88,7 +86,7 @@ def share_config(store: Store, folder: Path) -> None:
 
 
 def refuse_others(store: Store, count: int, reason: str) -> None:
-    """Publish a refusal instead of a config, and keep the store open until the others have read it."""
+    """Publish the reason why the run cannot start, and keep the store open until all processes have read it."""
     store.set(CONFIG, json.dumps({"refused": reason}))
     # A process that is late finds no store, and exits by itself.
     with suppress(RuntimeError):
@@ -96,7 +94,7 @@ def refuse_others(store: Store, count: int, reason: str) -> None:
 
 
 def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
-    """Wait for rank 0's config and run folder (created here without a shared disk), or for rank 0's refusal."""
+    """Wait for rank 0's config. Return it and its run folder, created here if missing, or the reason why no run starts."""
     store.wait([CONFIG], LONGEST_WAIT)
     shared = json.loads(store.get(CONFIG))
     if "refused" in shared:
@@ -113,7 +111,7 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
 
 
 def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]) -> None:
-    """Adjust a config that node 0 resolved: where `asked` has auto, use what every node has."""
+    """Adjust the numbers of nodes and threads in a config that node 0 resolved. `asked`: values of the user, such as auto."""
     parallel, nodes = config.parallel, _by_node(inventories)
     config.cluster.nodes = len(nodes)
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Runs one rank: reads the saved config, joins the group, trains, exits. Called by `python -m src.train <folder>`."""
+"""Process of one rank, `python -m src.train <run folder>`: sets up logs, signals and the watchdog, then trains."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # The work of a rank. Callers pass it in, because the engine does not import your code.
 RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
-# Seconds after a signal for a rank that waits in a collective for ranks that have left.
+# Seconds after a signal until a rank exits that waits in a collective for ranks that have exited.
 STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Run this process's rank on a run folder that job.py prepared. Return the exit code."""
+    """Call `run` as the rank that the environment names, with the config saved in `folder`. Return the exit code."""
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)
     return run_rank(run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None)
@@ -49,7 +49,7 @@ def run_rank(
     store: Store | None,
     before_exit: Callable[[], object] | None = None,
 ) -> int:
-    """Run one rank in this process and return its exit code. `before_exit`: called before the watchdog ends it."""
+    """Call `run` under the watchdog, with logs and failure records. Return the exit code. `before_exit`: called by the watchdog."""
     kill_on_parent_exit()
     keep_compiled_code_private()
     stacks = _set_up_output(log_file(folder, ranks.rank), ranks)
@@ -82,14 +82,14 @@ def run_rank(
 
 
 def keep_compiled_code_private() -> None:
-    """Move torch's compile cache out of /tmp, where another user could create it first: its files run as code."""
+    """Move the cache of torch.compile from /tmp to the home folder: another user could put code into the one in /tmp."""
     # The agent that started this rank may have put torch's default folder into the environment.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
 
 
 class Stdout(logging.StreamHandler[TextIO]):
-    """Log handler for the current `sys.stdout`, which rich replaces while it shows a progress bar."""
+    """Log handler that writes to the current `sys.stdout`. rich replaces that stream while it shows a progress bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's own __init__ would keep the present stream
@@ -100,7 +100,7 @@ class Stdout(logging.StreamHandler[TextIO]):
 
 
 def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
-    """Log to the rank's file, on rank 0 also to the console. Return the file, for stack dumps."""
+    """Log to the file of this rank, and on rank 0 to the console too. Return the open file, for stack dumps."""
     rank_log.parent.mkdir(parents=True, exist_ok=True)
     stream = open(rank_log, "a", encoding="utf-8", buffering=1)
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]

@@ -1,4 +1,4 @@
-"""The store through which the ranks of a run meet, and the rendezvous of torch's agent."""
+"""Key-value store through which the ranks of a run find each other, and the rendezvous handler of torch's agent."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-LOOPBACK = "127.0.0.1"  # the address of a NodeAddress by default: a run on one machine
+LOOPBACK = "127.0.0.1"  # address of a run on one machine
 BACKEND = "rendezvous"  # the name under which it is registered with torch's agent
 COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
 POLL_SECONDS = 1.0
 
 
 def from_parameters(parameters: Any) -> Any:
-    """Return the Rendezvous contained in the agent's settings; torch's registry requires such a function."""
+    """Return the Rendezvous object in the settings of torch's agent. torch's registry requires a function for that."""
     return parameters.config["rendezvous"]
 
 
 class Rendezvous:
-    """Rendezvous handler of torch's agent, for nodes in a fixed order. Not a subclass, to avoid importing torch."""
+    """Rendezvous handler of torch's agent, for nodes in a fixed order. It avoids torch's base class, to import torch later."""
 
     # torch's handlers make the first node to arrive node 0 and let a lost node rejoin. Here rank 0 stays on the node
     # with the records, and a run that loses a node ends.
     use_agent_store = True
 
     def __init__(self, endpoint: NodeAddress, timeout: float) -> None:
-        """Host the store on node 0, connect to it on other nodes. `timeout`: seconds to wait for node 0."""
+        """Create the store on node 0, or connect to it from another node. `timeout`: seconds to wait for node 0."""
         self.endpoint = endpoint
         self.store = _host_store(endpoint) if endpoint.node == 0 else _join(endpoint, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and this node's rank; always the same nodes, even if the agent restarts the ranks."""
+        """Return the store, and the same node number and count each time, also after the agent restarts the ranks."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -63,22 +63,22 @@ class Rendezvous:
 
 
 def _host_store(endpoint: NodeAddress) -> TCPStore:
-    """Create the store. It listens on this node's address only: any process that reaches it can pose as a rank."""
+    """Create the store of a run, which listens only on `endpoint.address`: any process that connects could act as a rank."""
     from torch.distributed import TCPStore
 
-    # Without a listener of ours, TCPStore would listen on every interface.
+    # TCPStore by itself would listen on every interface.
     try:
         listener = socket.create_server((socket.gethostbyname(endpoint.address), endpoint.port))
     except OSError as error:
         raise ValueError(
-            f"{endpoint.address}:{endpoint.port}: node 0 ({host_name()}) cannot listen there ({error.strerror})"
+            f"{endpoint.address}:{endpoint.port}: node 0 ({host_name()}) cannot listen on this address ({error.strerror})"
         ) from None
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(endpoint.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor)
 
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
-    """Connect to node 0's store. A store that this node joined before belongs to a run that is ending: retry then."""
+    """Connect to the store of node 0. Retry while the store is that of an earlier run, which this node has joined before."""
     from torch.distributed import TCPStore
 
     address, port, limit = endpoint.address, endpoint.port, timedelta(seconds=timeout)
@@ -93,14 +93,14 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
             pass
         time.sleep(POLL_SECONDS)
     raise ValueError(
-        f"{address}:{port}: node {endpoint.node} ({host_name()}) found no node 0 there within "
+        f"{address}:{port}: node {endpoint.node} ({host_name()}) could not reach node 0 at this address within "
         f"parallel.start_timeout={timeout:g} s"
     )
 
 
 @cache
 def open_store(ranks: Ranks) -> PrefixStore:
-    """Open the store through which these ranks meet. The agent hosts it; without an agent, rank 0 does."""
+    """Connect this rank to the store of the run. torch's agent hosts the store; without an agent, rank 0 does."""
     with imports_without_gc():
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
@@ -108,18 +108,18 @@ def open_store(ranks: Ranks) -> PrefixStore:
     if (address := os.environ.get("MASTER_ADDR")) is not None:
         store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))[0]
     else:
-        # Every rank joins by itself, so ranks take the part of nodes.
+        # srun started the ranks. Each joins the store by itself, so each counts as a node here.
         endpoint = address_of_step(ranks.rank, ranks.world_size)
         address = endpoint.address
         store = _host_store(endpoint) if ranks.is_first else _join(endpoint, COMPOSE_TIMEOUT.total_seconds())
     if ranks.nodes > 1:
         os.environ.update(listen_towards(address))
-    # The agent's store outlives a restart, and with it the addresses of ranks that died: each attempt needs new keys.
+    # After a restart the agent's store still has the addresses of ranks that died, so each attempt needs new keys.
     return PrefixStore(f"attempt_{ranks.restart_count}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:
-    """Return variables that make gloo and NCCL listen on the interface that leads to `address`, unless they are set."""
+    """Return variables that make gloo and NCCL use the network interface that leads to `address`, unless the user set them."""
     # gloo by default uses the address of the host's name, which is often loopback.
     try:
         # A UDP socket sends nothing here; connecting it asks for the route.

@@ -1,4 +1,4 @@
-"""Chooses and checks the run that `resume=<run folder>|auto|auto_or_new` continues."""
+"""Choice and check of the run that `resume=<run folder>|auto|auto_or_new` continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PER_DEVICE = ("device_ids", "output_device")
 
 
 def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
-    """Compose a run's config. If it continues a run (or `remembered`, an earlier attempt), start from its settings."""
+    """Compose a run's config; with `resume`, from the saved settings of that run. `remembered`: folder of an earlier attempt."""
     resume, overrides = _given_resume(arguments.overrides), arguments.overrides
     if resume not in AUTO:
         return compose_command(arguments, None if resume is None else _saved_settings(Path(resume), overrides))
@@ -48,7 +48,7 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
 
 
 def folder_to_resume(config: ResolvedConfig) -> Path | None:
-    """Return the run folder to resume; with resume=auto, the newest unfinished run of this config. None: new run."""
+    """Return the run folder that `resume` names or, with auto, the newest unfinished run with this config; None: new run."""
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
     nearest = None
@@ -62,11 +62,11 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
 
 
 def check_resumable(config: ResolvedConfig, folder: Path) -> None:
-    """Raise ValueError if the run cannot continue or, unless resume_strict=false, the changes alter the training."""
+    """Raise ValueError if a run cannot continue, or `config` changes settings that must stay (not if resume_strict=false)."""
     if not any((folder / "checkpoints").glob("*.pt")):
-        raise ValueError(f"resume={folder}: has no checkpoint to continue from; start a new run without resume")
+        raise ValueError(f"resume={folder}: has no checkpoint; start a new run without resume")
     if (job := queued_job(folder)) is not None:
-        raise ValueError(f"resume={folder}: belongs to job {job}, which is in the queue; wait for it, or scancel {job}")
+        raise ValueError(f"resume={folder}: Slurm job {job} of this run is in the queue; wait for it, or scancel {job}")
     saved = load_config(folder)
     if config.resume_strict and (change := _other_training(config, saved)) is not None:
         raise ValueError(
@@ -78,14 +78,14 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
 
 
 def records_of(folder: Path) -> dict[Path, bytes]:
-    """Read the files that a resume overwrites before its ranks can reject it, for `restore_records`."""
+    """Return path -> content of a run's files that a resume overwrites, so that `restore_records` can undo it."""
     paths = [folder / name for name in ("config.yaml", "environment.json", "result.json", CODE_DIFF)]
     paths += folder.glob(".hydra/*.yaml")
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
-    """Write back the files of a run whose resume was refused. `records`: from `records_of`."""
+    """Restore the files of a run whose resume was refused to what `records_of` returned before."""
     for name in ("result.json", CODE_DIFF):
         (folder / name).unlink(missing_ok=True)
     for path, content in records.items():
@@ -99,6 +99,7 @@ def _given_resume(overrides: list[str]) -> str | None:
 
 
 def _has_training_keys(arguments: Any) -> bool:
+    """Return True if the command line gives a config, or a key that affects the training."""
     keys = [item.lstrip("+~").partition("=")[0].replace("/", ".") for item in arguments.overrides]
     return bool(arguments.config_name) or not all(_is_part_of(key, NOT_TRAINING) for key in keys)
 
@@ -108,7 +109,7 @@ def _is_part_of(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
-    """Yield the folders of unfinished runs of `task`, newest first. Default: `config`'s task; `*`: all tasks."""
+    """Yield the folders of unfinished runs, newest first. `task`: of this task_name (default: config's), `*`: of all."""
     checkpoints = Path(config.paths.output_dir).glob(f"{task or config.task_name}/*/*/checkpoints/last.pt")
     for folder in sorted((path.parent.parent for path in checkpoints), key=lambda path: path.parts[-2:], reverse=True):
         try:
@@ -121,7 +122,7 @@ def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
 
 
 def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None) -> None:
-    """Raise (resume=auto) or print (auto_or_new) the problem and how the nearest unfinished run differs."""
+    """Raise (resume=auto) or print (auto_or_new) that no run matches, and how the most similar unfinished run differs."""
     if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
         nearest = other, ("task_name", load_config(other).task_name, config.task_name)
     line = f"resume={config.resume}: {problem}"
@@ -134,14 +135,14 @@ def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[st
 
 
 def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the settings of a run as composed, without the options of its strategy if `overrides` choose another."""
-    # The composed config has `auto`, for this machine to resolve. Jobs of a sweep have no .hydra folder.
+    """Return the composed config of a run, without the options of its strategy if `overrides` choose another strategy."""
+    # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it. Jobs of a sweep have no .hydra folder.
     composed = folder / ".hydra" / "config.yaml"
     try:
         tree = OmegaConf.load(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
-        # A task's folder, outputs/<task>, or a day's.
+        # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.
         checkpoints = [path for runs in ("*", "*/*", "*/*/*") for path in folder.glob(f"{runs}/checkpoints/last.pt")]
         newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
         hint = f"resume={newest.parent.parent}, the newest run in it" if newest else "a folder below outputs/"
@@ -170,13 +171,13 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, value before, value now) of each key that differs."""
+    """Return (key, value in `before`, value in `config`) of each key whose values differ."""
     pairs = zip(leaves(before), leaves(config), strict=True)
     return [(key, old, new) for (key, old, _), (_, new, _) in pairs if old != new]
 
 
 def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
-    """Describe the first changed key that alters the training; None if there is no such key."""
+    """Describe the first key that has changed and must not change when a run continues; None if there is no such key."""
     for key, old, new in _changes(config, before):
         if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
             return f"{key}={yaml_text(new)} (was {yaml_text(old)})"
@@ -188,7 +189,7 @@ def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | Non
 
 
 def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:
-    """Return the `key=value` because of which a finished run cannot train further; None if it can continue."""
+    """Return the limit, such as `train.epochs=3`, that a finished run has reached; None if it can train further."""
     train, last = config.train, before.train
     if train.max_steps is not None and result.steps >= train.max_steps:
         return f"train.max_steps={train.max_steps}"

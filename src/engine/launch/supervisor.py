@@ -1,4 +1,4 @@
-"""Starts a job's ranks as processes and waits for them: with torch's elastic agent for ddp, else as a child process."""
+"""Start the ranks of a run on this node and wait for them: under torch's elastic agent for ddp, else as one process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from src.engine.machine.process import (
 from src.engine.machine.ranks import NodeAddress
 from src.schema import ResolvedConfig, ResolvedParallel
 
-# For a rank to save and exit after a signal, before it is killed; torch's agent waits equally long.
+# Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits equally long.
 GRACE_SECONDS = 30.0
 
 
 class Child(Protocol):
-    """Process of a rank: the methods of subprocess.Popen that the launcher calls."""
+    """Process of a rank, with the methods of subprocess.Popen that the launcher calls."""
 
     def wait(self) -> int: ...
 
@@ -52,16 +52,13 @@ def start_command(command: list[str], environment: dict[str, str]) -> Child:
 
 
 def run_ranks(
-    config: ResolvedConfig,
-    folder: Path,
-    rendezvous: Rendezvous | None = None,
-    start_rank: StartRank = start_command,
+    config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None, start_rank: StartRank = start_command
 ) -> RankExits:
-    """Start this node's ranks and wait until all have exited.
+    """Start the ranks of this node, wait until all have exited, and return their exit codes.
 
-    `rendezvous`: how to meet other nodes, if any. `start_rank`: starts the only rank of a run with one process.
+    `rendezvous`: connects this node to the other nodes, if any. `start_rank`: starts the rank of a run with one process.
     """
-    # A command: the agent hangs forever if a rank that is a Python function exits with code 0 without returning.
+    # A command instead of a function: the agent hangs if a function exits with code 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
     oom_kills_before = hardware.oom_kills()
     with terminate_descendants():
@@ -70,7 +67,7 @@ def run_ranks(
         else:
             ended = _run_child(command, config.parallel, start_rank)
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
-    # A signal may reach only the ranks, or only another node's, and stop all of them.
+    # A signal may reach only some ranks, perhaps of another node. They stop all ranks, and exit with 128 + signal.
     stops = {code - 128 for code in ended.exit_codes.values()}
     if ended.signal is None and len(stops) == 1 and stops <= set(STOP_SIGNALS):
         ended.signal = stops.pop()
@@ -78,7 +75,7 @@ def run_ranks(
 
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
-    """Return the environment variables for the ranks. Thread pools read theirs once, when torch is imported."""
+    """Return the environment variables of the ranks. The numbers of threads are among them: torch reads them at import."""
     threads = str(parallel.threads_per_device)
     return with_project_on_path(os.environ) | {
         "OMP_NUM_THREADS": threads,
@@ -89,13 +86,13 @@ def _environment(parallel: ResolvedParallel) -> dict[str, str]:
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environment` in which `python -m src.…` works from any folder."""
+    """Return a copy of `environment` with the project on PYTHONPATH, so that `python -m src.…` works from any folder."""
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
 def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command) -> RankExits:
-    """Run `command` as one process, in our process group, so that a debugger in it has the terminal."""
+    """Run `command` as one process and return its exit. It shares the terminal, so that a debugger works in it."""
     ended = RankExits(world_size=1)
     child = start_rank(command, _environment(parallel))
     # Popen.wait below cannot get a time limit after it has begun.
@@ -124,7 +121,7 @@ def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: Start
 def run_agent(
     command: list[str], parallel: ResolvedParallel, scratch: Path, rendezvous: Rendezvous | None = None
 ) -> RankExits:
-    """Run `command` as each rank of this node, under torch's elastic agent. `scratch`: new folder for its files."""
+    """Run `command` once per rank of this node under torch's elastic agent, whose files are in the new folder `scratch`."""
     with imports_without_gc():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -166,7 +163,7 @@ def run_agent(
 
 @contextmanager
 def signal_handlers(handler: object) -> Iterator[None]:
-    """Install `handler` for the stop signals (None: no change) during the block, then restore the previous handlers."""
+    """Install `handler` for all stop signals during the `with` block (None: none), then restore the previous handlers."""
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         if handler is not None:

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or srun started: rank 0 composes the config and sends it to the others with the run folder."""
+"""Runs whose ranks torchrun or srun started: rank 0 composes the config and sends it to the other ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = "run_folder"  # a key of the store, for the ranks of the next attempt
 
 
 def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
-    """Adjust a resolved config to all nodes; runs on rank 0, before the run folder exists."""
+    """Wait on rank 0 for the hardware inventories of all ranks, and adjust a resolved config to them."""
     _refuse_elastic_nodes()
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
@@ -41,13 +41,13 @@ def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> No
 
 def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
     is_compared = ranks.nodes > 1 and ranks.is_first_of_node
-    # Agents with unequal --nnodes would train as node 0 says, and then wait for each other.
+    # Agents with different values of --nnodes would train with that of node 0, and then wait for each other.
     arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
     nodes.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
 
 
 def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
-    """Prepare the run folder, share the config with the other ranks, and run rank 0. Return the exit code."""
+    """Write the files of the run folder, send the config to the other ranks, and train as rank 0. Return the exit code."""
     prepare(config, folder)
     store = open_store(ranks)
     store.underlying_store.set(FOLDER, str(folder.resolve()))
@@ -56,7 +56,7 @@ def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ra
 
 
 def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
-    """Run this rank. The rank that failed first writes the run's result, as launch/job.py does for its own ranks."""
+    """Train as this rank and return the exit code. After a failure, the rank that failed first completes result.json."""
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 redirect their stderr to their log
 
     def report_end(ended: RankExits) -> int:
@@ -78,19 +78,19 @@ def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: 
 
 
 def node_end(node: int, folder: Path) -> str:
-    """Return the last console line for a failed run on a node other than 0; it refers to node 0's records."""
+    """Return the last console line of a failed run on a node other than 0: the reason, and the folder of its logs."""
     reason = first_failure(folder, RankExits())["reason"]
     return f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in {host_name()}:{folder / 'logs'}"
 
 
 def refuse_followers(ranks: Ranks, reason: str) -> None:
-    """Send rank 0's refusal of the command line to the other ranks, which wait for a config."""
+    """Tell the other ranks, which wait for a config, the reason why rank 0 refused the command line."""
     if ranks.world_size > 1:
         nodes.refuse_others(open_store(ranks), ranks.world_size, reason)
 
 
 def run_follower(run: RankMain, ranks: Ranks) -> int:
-    """Run a rank other than 0 with rank 0's config, after waiting for it. Return the exit code."""
+    """Wait for the config from rank 0 and train with it as a rank other than 0. Return the exit code."""
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
     received = nodes.receive_config(store, ranks.rank)
@@ -102,7 +102,7 @@ def run_follower(run: RankMain, ranks: Ranks) -> int:
 
 
 def remembered_folder(ranks: Ranks | None) -> Path | None:
-    """Return the earlier attempt's run folder, from the agent's store, if the agent restarted the ranks; else None."""
+    """Return the run folder that the ranks used before torchrun restarted them; None without a restart."""
     if ranks is None or ranks.restart_count == 0:
         return None
     store = open_store(ranks).underlying_store
@@ -110,7 +110,7 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 
 
 def _refuse_elastic_nodes() -> None:
-    """Reject `torchrun --nnodes 1:2`. It does not count every restart, so two attempts would use the same keys of the store."""
+    """Raise ValueError for `torchrun --nnodes 1:2`. Its uncounted restarts would use the store's keys of an earlier attempt."""
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(psutil.Error):
@@ -122,7 +122,7 @@ def _refuse_elastic_nodes() -> None:
 
 
 def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
-    """Run `script` as one rank per device of this machine, for commands other than train.py. Return the exit code."""
+    """Run a Python script as one rank per device of this machine, such as evaluate.py. Return the exit code."""
     with terminate_descendants(), tempfile.TemporaryDirectory() as scratch:
         ended = run_agent([sys.executable, script, *arguments], parallel, Path(scratch) / "agent")
     if ended.signal is not None:

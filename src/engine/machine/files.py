@@ -1,4 +1,4 @@
-"""Atomic file writes: a crash leaves either the old or the new file. Also creates run folders."""
+"""Atomic writes of files, which a crash leaves either old or new, reads of JSON files, and creation of run folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from src.engine.machine.secrets import hide, hide_in
 
 
 def claim_folder(path: Path) -> Path:
-    """Create and return the folder `path`; if it exists, `path_1`, `path_2` …. Two runs never share a folder."""
+    """Create and return the folder `path`, or if it exists `path_1`, `path_2` …, so that two runs never share a folder."""
     if not path.name:
         raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
     if (shown := hide(str(path))) != str(path):
@@ -46,18 +46,18 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path.parent}: no {path.name} here; {missing}") from None
+        raise ValueError(f"{path.parent}: this folder has no {path.name}; {missing}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
-        raise ValueError(f"{path}: not of this project (expected an object with `format`)")
+        raise ValueError(f"{path}: this file is not of this project (expected an object with `format`)")
     if values.get("format", 0) > newest:
         raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({newest}); update the code")
     return values
 
 
 def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
-    """Call `write` on a temporary file, then rename it to `path`: a crash leaves either the old or the new file.
+    """Call `write` with the path of a temporary file, then rename that file to `path`, so that a crash leaves no part.
 
     `writer`: suffix of the temporary file, so that concurrent writers do not collide.
     """
@@ -82,5 +82,5 @@ def _write_characters(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Convert nested dicts and lists to JSON's types, with None for NaN and infinity."""
+    """Return a copy of nested dicts and lists with the types of JSON, in which NaN and infinity are None."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

@@ -17,11 +17,16 @@ from src.engine.machine.nvidia import CudaDevice, Driver
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def cores() -> int:
-    """Return the number of cores that the affinity mask of this process allows."""
+def core_numbers() -> list[int]:
+    """Return the numbers of the CPU cores that the affinity mask of this process allows."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cores() -> int:
+    """Return the number of CPU cores that the affinity mask of this process allows."""
+    return len(core_numbers())
 
 
 @cache
@@ -44,7 +49,7 @@ def available_memory() -> int:
 
 @cache
 def cuda() -> Driver:
-    """Return what the CUDA driver reports about the devices. Queried once per process, as in torch."""
+    """Return the devices that the CUDA driver gives this process, queried once per process, as torch does."""
     return Driver.ask(torch_cuda())
 
 
@@ -60,12 +65,12 @@ def oom_kills() -> int:
 
 @cache
 def has_mpi() -> bool:
-    """Return True if torch is built with MPI, according to its headers. The wheels on PyPI are built without MPI."""
+    """Return True if the headers of torch say that it is built with MPI. The wheels on PyPI are built without MPI."""
     return _search_torch("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
 
 
 def has_mps() -> bool:
-    """Return True if torch can use Apple's GPU (MPS): true for the wheels for macOS on arm64."""
+    """Return True if torch can use Apple's GPU (MPS): on macOS on arm64."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
@@ -76,7 +81,7 @@ def torch_cuda() -> str | None:
 
 
 def _search_torch(file: str, pattern: str) -> str | None:
-    """Return the first match of `pattern` in a file of torch. Importing torch instead would take a second."""
+    """Return group 1 of the first match of `pattern` in a file of the torch package, without importing torch."""
     spec = importlib.util.find_spec("torch")
     return _search(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
-PATIENCE_SECONDS = 0.2  # is_locked, in another process, holds the lock briefly
+PATIENCE_SECONDS = 0.2  # is_locked in another process may hold the lock for a moment
 _held: set[Path] = set()  # lock files of this process
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # the file system has no locks
 
 
 @contextmanager
 def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Lock `folder` while the block runs. ValueError with the owner's pid and host if another process holds it."""
+    """Lock `folder` during the `with` block. Raises ValueError with pid and host of the process that holds the lock."""
     from filelock import FileLock, Timeout
 
     if not folder.is_dir():  # FileLock would create it
@@ -54,7 +54,7 @@ def remove_lock_files() -> None:
 
 
 def forget_locks() -> None:
-    """Leave the locks to the parent, in a process that it has forked."""
+    """Forget the locks of the parent in a forked process, so that this process does not remove their files at its end."""
     _held.clear()
 
 
@@ -70,6 +70,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
+    """Write pid, host and Slurm job of this process into the open lock file."""
     os.truncate(descriptor, 0)
     job = f" of Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())

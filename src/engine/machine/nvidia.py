@@ -1,8 +1,8 @@
-"""NVIDIA devices: counted with the CUDA driver, as torch does, and monitored with NVML.
+"""NVIDIA devices: listed by the CUDA driver, as in torch, and monitored with NVML.
 
 Only the driver (libcuda) knows the devices of a process: it applies CUDA_VISIBLE_DEVICES (numbers, UUIDs, MIG slices),
 the order of different devices, and the limits of a container. NVML lists all devices of the machine, in another order.
-It may be missing, and any query may fail, so an unknown value is None.
+NVML may be missing, and any query may fail. A value is then None.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class Driver:
-    """Devices that the CUDA driver gives this process."""
+    """Devices that the CUDA driver gives this process, or the reason why torch can use none."""
 
     devices: tuple[CudaDevice, ...] = ()
-    problem: str | None = None  # the reason why torch can use none of the NVIDIA devices of this machine
+    problem: str | None = None  # None also if this machine has no NVIDIA device
 
     @classmethod
     def ask(cls, torch_cuda: str | None) -> Driver:
@@ -93,7 +93,7 @@ def _device(library: Any, index: int) -> CudaDevice:
 
 
 def _if_shown(reason: str) -> str | None:
-    """Return `reason` if this machine has NVIDIA devices that are not hidden on purpose, else None."""
+    """Return `reason` if this machine has NVIDIA devices and CUDA_VISIBLE_DEVICES does not hide all of them, else None."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not nvidia_device_files() or (visible is not None and visible.strip() in HIDING):
         return None
@@ -101,13 +101,13 @@ def _if_shown(reason: str) -> str | None:
 
 
 def nvidia_device_files(root: Path = Path("/")) -> list[str]:
-    """Return existing NVIDIA files in /proc and /dev, which reveal the devices without any library."""
+    """Return the files of NVIDIA devices in /proc and /dev; empty on a machine without such a device."""
     paths = [*(root / "proc/driver/nvidia/gpus").glob("*"), *(root / "dev").glob("nvidia[0-9]*")]
     return sorted(str(path) for path in paths)
 
 
 def listed() -> list[dict[str, Any]]:
-    """Return `name` and `memory` (bytes, None if unknown) of all devices that NVML lists."""
+    """Return `name` and `memory` (bytes; None if unknown) of each NVIDIA device of the machine, from NVML."""
     devices = []
     for index in range(_ask_nvml("nvmlDeviceGetCount") or 0):
         handle = _ask_nvml("nvmlDeviceGetHandleByIndex", index)
@@ -130,10 +130,10 @@ def driver_version() -> str | None:
 
 
 class Gpu:
-    """Monitors a device: utilization, highest temperature and lowest clock over the `sample` calls; None if unknown."""
+    """Monitor of one GPU through NVML: mean utilization, highest temperature and lowest clock over the `sample` calls."""
 
     def __init__(self, uuid: str | None) -> None:
-        """`uuid`: CudaDevice.uuid; None for a device without a UUID."""
+        """`uuid`: UUID of the device, from CudaDevice; None: all values are unknown."""
         self.uuid = uuid
         self._handle: Any = uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
         self._busy = self._samples = self._slowed_by = 0
@@ -173,7 +173,7 @@ class Gpu:
 
 
 def _ask_nvml(question: str, *arguments: Any) -> Any:
-    """Call `question` and return its answer; None if NVML, the permission or the value is missing."""
+    """Call the NVML function `question` and return its result; None if NVML, the permission or the value is missing."""
     try:
         import pynvml
     except ImportError:

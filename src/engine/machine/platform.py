@@ -1,4 +1,4 @@
-"""Unix-only functions, imported here only, so that Windows can import the project. To run it there, use WSL 2."""
+"""Functions and signals that only Unix has, in one file, so that Windows can import the project (WSL 2 can run it)."""
 
 from __future__ import annotations
 

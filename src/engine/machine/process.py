@@ -19,7 +19,7 @@ import psutil
 
 # Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
-# Set when a tracker has failed: the exit handler of its tool may wait for a server that does not answer.
+# True after a tracker has failed: the exit handlers of its library may wait for a server that does not answer.
 exit_handlers_may_block = False
 LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
 
@@ -37,7 +37,7 @@ def kill_on_parent_exit(parent: int | None = None) -> None:
 
 
 def limit_job(parent: int, cores: Collection[int]) -> None:
-    """Prepare the process of a new job: it ends when `parent` dies, and runs on `cores` only (none given: on all)."""
+    """Make this process die with process `parent`, and run only on the CPU cores `cores` (empty: on all)."""
     kill_on_parent_exit(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -53,7 +53,7 @@ def process_start_time(pid: int) -> float:
 
 
 def started_at() -> float:
-    """Return the start time of this rank's command: RUN_STARTED_AT or, under torchrun, the parent's start."""
+    """Return the time at which the command of this run started: RUN_STARTED_AT or, under torchrun, its parent's start."""
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
 
@@ -69,10 +69,8 @@ def imports_without_gc() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that tensors free; by default each step has to page in large blocks again.
-
-    On a CPU this speeds up a resnet18 step by 6 to 13 %, under ddp by 25 % (docs/benchmarks.md).
-    """
+    """Make glibc keep freed memory for the next tensors, which saves 6 to 25 % of a step on a CPU (docs/benchmarks.md)."""
+    # By default glibc returns large blocks to the kernel, and each step has to map their pages again.
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -102,9 +100,9 @@ def keep_running_without_stdout() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit with `code`. A failed or stopped rank skips NCCL and CUDA destructors, which may wait for ranks forever.
+    """Exit with `code`. If a rank has failed, skip the destructors of NCCL and CUDA, which may wait for ranks forever.
 
-    It also skips the shutdown of the interpreter, which aborts if a thread is inside torch's store.
+    This also skips the shutdown of the interpreter, which aborts if a thread is inside torch's store.
     """
     dist = sys.modules.get("torch.distributed")
     has_group = dist is not None and dist.is_available() and dist.is_initialized()
@@ -119,7 +117,7 @@ def exit_process(code: int) -> NoReturn:
 
 @contextmanager
 def terminate_descendants(seconds: float = 1.0) -> Iterator[None]:
-    """Context: when the block ends, end all its descendant processes: SIGTERM, then SIGKILL after `seconds`."""
+    """At the end of the `with` block, end all processes started in it: SIGTERM, then SIGKILL after `seconds`."""
     if sys.platform == "linux":
         PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

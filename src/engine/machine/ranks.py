@@ -1,4 +1,4 @@
-"""Identity of a rank, from the environment that torchrun (our agent is torchrun's) or srun sets."""
+"""Identity of a rank, read from the environment variables that torchrun, torch's agent or srun sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class Ranks:
-    """Identity of this process among all ranks; a single process by default."""
+    """Rank, node and world size of this process. The defaults describe the only process of a run."""
 
     rank: int = 0
     world_size: int = 1
@@ -46,7 +46,7 @@ def host_name() -> str:
 
 
 def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
-    """Compare each (name, values) with the first one. Return a text on the first difference; empty if all are equal."""
+    """Compare the values in each (name, values) with those of the first. Return a text on the first difference, else ""."""
     for name, values in described[1:]:
         first_name, first = described[0]
         for key in [*first, *values]:
@@ -58,7 +58,7 @@ def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
 
 @cache
 def machine_id() -> str:
-    """Return an id shared by all processes that can signal each other by pid: same boot, same pid namespace."""
+    """Return an id that is equal for processes which can signal each other by pid: same boot and same pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -68,7 +68,7 @@ def machine_id() -> str:
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """A node of a run, and the address at which all nodes meet."""
+    """Number of a node, number of nodes, and the address and port of the store on node 0."""
 
     node: int = 0
     nodes: int = 1
@@ -77,9 +77,9 @@ class NodeAddress:
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank identity of this process; None if neither torchrun nor srun started it.
+    """Return the rank of this process; None if neither torchrun nor srun started it.
 
-    A half-set environment raises ValueError, because a single process would then train on a share of the data.
+    Raises ValueError if variables are missing: the process would otherwise train alone, on a part of the data.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names[:3] if name in environment]
@@ -105,10 +105,8 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _refuse_mpirun(environment: Mapping[str, str]) -> None:
-    """Reject ranks of mpirun, because each of them would train alone and they would share a run folder.
-
-    srun sets PMI_SIZE too, but not MPI_LOCALRANKID.
-    """
+    """Raise ValueError for a process that mpirun started, because each of its processes would train alone."""
+    # srun sets PMI_SIZE too, but not MPI_LOCALRANKID.
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if "MPI_LOCALRANKID" in environment else ("OMPI_COMM_WORLD_SIZE",)
     for name in names:
         size = environment.get(name, "1")
@@ -120,7 +118,7 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank identity of a task of `srun --ntasks=N python train.py …`; None if it is the only task."""
+    """Return the rank of a task of `srun --ntasks=N python train.py …`; None if there is no other task."""
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
@@ -139,7 +137,7 @@ def starter() -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's `2(x3),1` to [2, 2, 2, 1]; an invalid text to []."""
+    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return [] for an invalid text."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,6 +1,6 @@
-"""Secrets: recognized by the names of variables and keys, and replaced in all files and messages.
+"""Secrets, recognized by the names of environment variables and config keys, and replaced in all files and messages.
 
-`${oc.env:NAME}` replaces the value of a secret variable, so that a saved config still runs: its reader resolves it.
+`${oc.env:NAME}` replaces the value of a secret variable: OmegaConf resolves it when a saved config is read.
 `***` replaces any other value of a key such as `token`.
 """
 
@@ -37,7 +37,7 @@ IN_CODE = re.compile(
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return True if a variable is secret: by its name, or as a URL with a password. An existing path (SSH_AUTH_SOCK) is not."""
+    """Return True if an environment variable is secret by its name, or as a URL with a password. A path is no secret."""
     if len(value) < SHORTEST or is_path(value):
         return False
     return NAMES.fullmatch(name) is not None or IN_URL.search(value) is not None
@@ -54,14 +54,14 @@ def is_secret_key(key: str) -> bool:
 
 
 def is_written_out(key: str, value: Any) -> bool:
-    """Return True if a secret key such as `token` has the secret itself as its value: no `${…}` reference and no path."""
+    """Return True if a key such as `token` has the secret itself as its value, not a `${…}` reference or a path."""
     if value is None or isinstance(value, bool) or not is_secret_key(key):
         return False
     return REFERENCE.sub("", str(value)) not in ("", "???") and not is_path(str(value))
 
 
 def hide(text: str) -> str:
-    """Replace the values of secret environment variables in `text`."""
+    """Replace the value of each secret environment variable in `text` by its reference, `${oc.env:NAME}`."""
     for name, value in _secrets_of(tuple(os.environ.items())):
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
@@ -96,7 +96,7 @@ class HidingFormatter(logging.Formatter):
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Return (name, value) of each secret in the environment, also escaped and URL-quoted; the longest value first."""
+    """Return (name, value) of each secret variable, also with the value escaped or URL-quoted, longest value first."""
     secrets = {}
     for name, value in environment:
         if is_secret_variable(name, value):

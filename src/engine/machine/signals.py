@@ -1,4 +1,4 @@
-"""Stop signals: the ranks' signal handlers, and the exit of a rank whose handler cannot run."""
+"""Stop signals of ranks: the signal handler, and the exit of a rank whose main thread cannot run the handler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stopped(BaseException):
 
 
 class StopHandler:
-    """Calls `request` at the first stop signal. Without `request`, or at the second signal, raises Stopped."""
+    """Signal handler: calls `request` at the first stop signal. Without it, and at a later signal, raises Stopped."""
 
     def __init__(self) -> None:
         self.request: Callable[[int], None] | None = None
@@ -44,10 +44,10 @@ stop_handler = StopHandler()
 
 
 def exit_after_stop_signal(seconds: float, is_stuck: Callable[[], bool]) -> None:
-    """Exit with code 128 + signal if `stop_handler` did not run after a signal and `is_stuck` for `seconds`.
+    """Start a thread that exits with code 128 + signal if `is_stuck` returns True for `seconds` after a stop signal.
 
-    Python runs its handlers in the main thread, so never in a rank that waits in a collective for ranks that have
-    exited. The C handler writes to this pipe at once. Any other long call ends, and the run is saved then.
+    Python runs signal handlers in the main thread, so never while that thread waits in a collective for ranks that have
+    exited. Python's C handler writes the signal's number to a pipe at once, which the thread reads.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -74,6 +74,6 @@ def _exit_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) ->
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals in loader workers: a signal to the process group must not kill them before the rank saves."""
+    """Ignore all stop signals in this process, for example in a loader worker while its rank saves."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Formats a count with its noun, and a value as in YAML; reads a number of a record."""
+"""Format a count with its noun or a value in YAML's spelling, and convert a value of a record to a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processor time of this process and of the machine, and energy of GPUs, over parts of a run."""
+"""Processor time of this process and of the machine, and energy of GPUs, summed over the measured parts of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from src.engine.machine.nvidia import Gpu
 
 @dataclass
 class Usage:
-    """Processor seconds between `begin` and `end`, summed over all calls. Values that the kernel does not report stay 0."""
+    """Processor seconds between calls of `begin` and `end`, summed over all pairs; 0 if the kernel does not report them."""
 
     wall: float = 0.0
     own: float = 0.0  # processor seconds of this process and its children (loader workers)
@@ -39,9 +39,9 @@ class Usage:
 
 
 class Energy:
-    """Joules that GPUs used since this object was built, and between `begin` and `end`, summed over all calls.
+    """Energy of GPUs in joules: since this object was built, and between calls of `begin` and `end`.
 
-    A device's counter includes other programs that use the device. An unknown value is NaN, which every sum keeps.
+    The counter of a device includes other programs that use the device. An unknown value is NaN, and so is a sum with it.
     """
 
     def __init__(self, gpus: Sequence[Gpu] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Log the settings of a run before its first step, and its results after its last."""
+"""Log the settings of a run before the first step, and its results after the last step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _batch(run: BuiltRun) -> str:
 
 
 def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]) -> None:
-    """Log the run folder, its results and `views` of trackers. `segments`: a line each, if settings changed."""
+    """Log the run folder, metrics, target loss, profile, `segments` (lines) and `views` (lines on where to see the curves)."""
     log.info("run folder   %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
     train = config.train
@@ -88,7 +88,7 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
 
 
 def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
-    """Format the value of checkpoint.metric on each split, for raw and averaged weights, as a list of texts."""
+    """Return texts such as `val/acc 0.9 (best 0.9)` with the value of checkpoint.metric on each split, also with EMA weights."""
     name = config.headline_metric
     shown = [f"val/{name} {_number(result.val.get(name))} (best {_number(result.val.get(f'{name}_best'))})"]
     if result.test:
@@ -104,5 +104,5 @@ def _number(value: Any) -> str:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count the elements of all parameters."""
+    """Return the number of elements in all parameters of `model`."""
     return sum(parameter.numel() for parameter in model.parameters())

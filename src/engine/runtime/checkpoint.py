@@ -1,8 +1,7 @@
 """Checkpoint files: written completely or not at all, verified when read, loaded with `weights_only=True`.
 
-`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few (checkpoint.top), `step_N.pt` the
-newest few, each with a `.json` and a checksum.
-The weights have the names of the bare model, so every strategy and plain timm can load them.
+`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt`
+the newest few (checkpoint.keep), each with a `.json` file. Weights have the names of the unwrapped model, as in plain timm.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ FORMAT = 2
 
 
 def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1) -> Path:
-    """Write `step_N.pt`, link last.pt (and best.pt) to it, and delete all but the newest `keep`. Return last.pt.
+    """Write `step_N.pt`, link last.pt to it (and best.pt if `is_best`), and delete all but the newest `keep`.
 
-    With `top` > 1, link `best_step_N.pt` to it as well if its evaluation is one of the `top` best of this run.
+    With `top` > 1, also link `best_step_N.pt` to it if its evaluation is one of the `top` best of the run. Return last.pt.
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     try:
@@ -49,7 +48,8 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
         sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
         best = _best(folder, summary, top) if top > 1 else set()
-        # `among_best` first: after a kill, the run continues from last.pt, and only an older one leads to this step again.
+        # `among_best` comes before last.pt: after a kill between them, the run continues from the older last.pt, and reaches
+        # this step again.
         linked = {among_best: step in best, folder / "last.pt": True, folder / "best.pt": is_best}
         for path in [path for path, is_due in linked.items() if is_due]:
             write_whole(path, lambda temporary: _link(newest, temporary))
@@ -75,9 +75,9 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
 
 
 def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
-    """Return the steps of the `top` best evaluations by checkpoint.metric: of `newest` and the `best_step_N.pt` files.
+    """Return the steps of the `top` best checkpoints by checkpoint.metric, among `newest` and the `best_step_N.pt` files.
 
-    Leaves out later steps, which will be trained again, other metrics and damaged files. Of equal ones the first is best.
+    Ignores later steps, which will be trained again, other metrics and damaged files. Of equal scores the earliest is best.
     """
     scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
     for step, path in _steps(folder, "best_step_").items():
@@ -89,7 +89,7 @@ def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint file and load it to the CPU, because a GPU would hold its tensors twice."""
+    """Verify the checksum of a checkpoint file and load its contents into CPU memory. Raises ValueError if it is damaged."""
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
@@ -102,16 +102,16 @@ def load(path: Path) -> dict[str, Any]:
             reason = "it holds more than tensors and plain values"
         raise ValueError(f"{path}: damaged or no checkpoint ({reason})") from None
     if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
-        raise ValueError(f"{path}: not a checkpoint of this project")
+        raise ValueError(f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder of a run")
     if contents["format"] > FORMAT:
         raise ValueError(f"{path}: format {contents['format']} is newer than this code ({FORMAT}); update the code")
     return contents
 
 
 def _verify(path: Path) -> None:
-    """Verify a checkpoint against the checksums in its folder's .json files, or if there are none, torch's own."""
-    # Any sidecar of the folder counts, because last.pt and its sidecar cannot be replaced at the same moment. The sidecar of
-    # the step_N.pt to which last.pt links is written before.
+    """Raise ValueError if the checksum of a file is in no .json file of its folder or, without those, its archive is damaged."""
+    # The .json file of any checkpoint counts, because last.pt and last.json cannot be replaced at the same moment. That of the
+    # step_N.pt to which last.pt links is written before.
     known = set()
     for sidecar in path.parent.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -128,7 +128,7 @@ def _verify(path: Path) -> None:
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and contents of the newest undamaged checkpoint in a run folder; None if there is none."""
+    """Return path and contents of the newest undamaged checkpoint of a run folder; None if the folder has no checkpoint."""
     checkpoints = folder / "checkpoints"
     errors = []
     for path in [checkpoints / "last.pt", *reversed(_steps(checkpoints).values()), checkpoints / "best.pt"]:
@@ -138,14 +138,14 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             return path, load(path)
         except ValueError as error:
             errors.append(str(error))
-            log.warning("%s; trying an older one", error)
+            log.warning("%s; trying an older checkpoint", error)
     if errors:
         raise ValueError("; ".join(errors))
     return None
 
 
 def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return path and contents of a run's checkpoint. `which`: best, last or a file; None: as result.json names."""
+    """Return path and contents of a run's checkpoint. `which`: best, last, a file, or None for the one in result.json."""
     path = None
     if which in ("best", "last"):
         path = folder / "checkpoints" / f"{which}.pt"
@@ -158,16 +158,16 @@ def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]
                 path = folder / name
     loaded = load_newest(folder) if path is None else (path, load(path))
     if loaded is None:
-        raise ValueError(f"run={folder}: it has no checkpoint")
+        raise ValueError(f"run={folder}: this run has no checkpoint; choose another run")
     return loaded
 
 
 def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
-    """Return the training state as whole (unsharded) tensors and plain values, for a checkpoint. Collective.
+    """Return the training state as unsharded tensors and plain values, for a checkpoint. Collective.
 
-    If the strategy shards, only rank 0 gets the tensors, in CPU memory; those of other ranks are empty.
+    If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get empty tensors.
     """
-    # Schedule and random draws are functions of the step, so they need no state here.
+    # Learning rates and random draws are functions of the step, so a checkpoint has no state of them.
     parts = {
         "model": state.model.state_dict(),
         "optimizer": named_state(state.optimizer, state.model),
@@ -182,7 +182,7 @@ def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
 
 
 def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Return the unsharded form of a tensor for a file. It gathers one tensor at a time, so no device holds the whole model."""
+    """Return a tensor unsharded, on the CPU of rank 0 (empty on other ranks) if the strategy shards it. Collective."""
     whole = strategy.whole(tensor)
     if not strategy.shards:
         return whole
@@ -190,7 +190,7 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
 
 
 def restore(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Restore weights, optimizer state and progress from a snapshot. Hyper-parameters keep the values of the config."""
+    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters keep the config's values."""
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
@@ -204,7 +204,7 @@ def restore(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) 
 
 
 def restore_weights(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Restore raw and averaged weights. If the checkpoint has no averaged weights, copy the raw ones."""
+    """Load the weights and, with model.ema.decay, their moving average; without one in the checkpoint, load the weights."""
     for name, module in state.modules.items():
         which = "model" if contents[name] is None else name
         current, saved = module.state_dict(), contents[which]
@@ -213,14 +213,14 @@ def restore_weights(state: TrainingState, strategy: Strategy, contents: dict[str
 
 
 def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load the weights `which` (`model`: raw; `ema`: averaged) of a checkpoint into `model`."""
+    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema` for their moving average."""
     if contents.get(which) is None:
         raise ValueError(f"weights={which}: the checkpoint has no averaged weights; the run had no model.ema.decay")
     try:
         model.load_state_dict(contents[which])
     except RuntimeError as error:
         raise ValueError(
-            f"the checkpoint was written by a different model ({' '.join(str(error).split())[:300]})"
+            f"model.name: the checkpoint was written by a different model ({' '.join(str(error).split())[:300]})"
         ) from None
 
 
@@ -247,7 +247,7 @@ def _checksum(path: Path) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link `source` as `target`, to save space, or copy it if the file system has no hard links."""
+    """Create `target` as a hard link to `source`, which saves space, or as a copy on a file system without hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -255,6 +255,6 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _steps(folder: Path, prefix: str = "step_") -> dict[int, Path]:
-    """Map each step N to its file `<prefix>N.pt`, in ascending order. Ignores other names, such as a user's copies."""
+    """Return step N -> file `<prefix>N.pt` of each checkpoint in a folder, by ascending step. Ignores files with other names."""
     numbered = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.pt"))
     return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))

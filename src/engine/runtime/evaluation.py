@@ -1,4 +1,4 @@
-"""Exact evaluation: every image counts once. Sums are added over the ranks and divided once."""
+"""Exact evaluation on any number of ranks: every image counts once, and sums are added over the ranks and divided once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ImageLosses = Callable[[Tensor, Tensor], Tensor]  # scores [B, classes] and labe
 
 @dataclass
 class Evaluation:
-    """Metrics of a whole split, over all ranks."""
+    """Metrics of a model on a whole split of the data, over all ranks."""
 
     samples: int
     numbers: dict[str, float | None]  # values by metric name
@@ -30,7 +30,7 @@ class Evaluation:
     rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
-        """Merge these metrics with the averaged weights' metrics, whose names get the suffix `_ema`."""
+        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the suffix `_ema`."""
         other = {} if averaged is None else averaged.numbers
         return self.numbers | {f"{name}_ema": value for name, value in other.items()}
 
@@ -49,10 +49,10 @@ def evaluate(
     keep_rows: bool = False,
     multilabel: bool = False,
 ) -> Evaluation | None:
-    """Return the metrics of `model` on the loader's whole split, over all ranks, which must have equal buffers.
+    """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal buffers. Collective.
 
-    Scores are the first `num_classes` outputs: a head may have more (model.num_classes). `batches` replaces those of
-    the loader, for a progress bar. Returns None, on all ranks, if `should_stop` was True on any rank.
+    Only the first `num_classes` outputs of the model count as scores: its head may have more. `batches`: iterates over
+    the loader, for example with a progress bar. Returns None on all ranks if `should_stop` returned True on any rank.
     """
     model.eval()
     device = loader.prefetcher.device
@@ -66,7 +66,7 @@ def evaluate(
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in loader if batches is None else batches:
         liveness.at(EVALUATING)
-        # The ranks decide together below: if one stopped alone, the others would wait for it in the sums.
+        # All ranks return below if one has stopped: otherwise the others would wait for it in the sums.
         if should_stop is not None and should_stop():
             stopped += 1
             break
@@ -102,27 +102,27 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], no_scores: Tensor, no_labels: Tensor) -> dict[Any, Tensor]:
-    """Return zeros in the shape of each metric function's sums, so that a rank without samples can add them."""
+    """Return metric function -> tensor of zeros in the shape of its sums, for ranks that evaluate no image."""
     scores, labels = no_scores.new_zeros(1, *no_scores.shape[1:]), no_labels.new_zeros(1, *no_labels.shape[1:])
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     return {function: torch.zeros_like(function(scores, labels, _to_double(scores[:, 0]))) for function in functions}
 
 
 def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
-    """Add up the sample counts of all ranks and assert that they cover the split. Collective."""
+    """Return the number of images evaluated on all ranks, and assert that none is missing or counted twice. Collective."""
     counts = torch.tensor([samples, len(loader.unreadable)], device=loader.prefetcher.device)
     total, skipped = group.sum(counts).tolist()
     expected = len(loader.fetcher.split)
     assert total + skipped == expected, f"{total} samples evaluated and {skipped} skipped of {expected}"
     if total == 0:
-        raise ValueError(f"none of the {expected} images to evaluate on can be read")
+        raise ValueError(f"data.root: none of the {expected} images to evaluate can be read; check the files")
     return int(total)
 
 
 def _gather_rows(
     rows: list[tuple[Tensor, Tensor]], loader: Loader, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather indices, scores and labels from all ranks to the CPU of each, in dataset order. Collective."""
+    """Return the indices, scores and labels of the images of all ranks, in dataset order, in CPU memory. Collective."""
     scores, labels = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]

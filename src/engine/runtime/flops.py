@@ -1,4 +1,4 @@
-"""Count floating-point operations, including CPU attention, for which torch has no formula."""
+"""Counter of floating-point operations, extended by fused attention on a CPU, for which torch has no formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interfaces between the engine and your training code: parts of a run that src/train/ builds."""
+"""Interfaces between the engine and your code: attributes of the objects that src/train/ builds and the engine uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from src.schema import ResolvedConfig
 
 
 class TrainingState(Protocol):
-    """State that a training step changes and a checkpoint stores."""
+    """Model, optimizer, EMA and progress: what a training step changes and a checkpoint stores."""
 
     model: nn.Module  # bare
     wrapped: nn.Module
@@ -30,11 +30,11 @@ class TrainingState(Protocol):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Map each name in a checkpoint to the module whose weights it stores."""
+        """Return name -> module of each set of weights in a checkpoint: `model` and, with EMA, `ema`."""
 
 
 class BuiltRun:
-    """Parts of a run on this rank, such as data loaders, training state and hooks, built and wrapped."""
+    """Objects of a run on one rank, ready to train: config, strategy, training state, data loaders and step hooks."""
 
     config: ResolvedConfig
     strategy: Strategy

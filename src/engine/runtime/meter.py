@@ -1,4 +1,4 @@
-"""Measures throughput and step times without synchronizing the device."""
+"""Measurement of throughput and step times that does not synchronize the device."""
 
 # The timed window starts after the warm-up (caches, allocators, compilers, buckets) and ends with the last step. It includes
 # waiting for data and logging, but not evaluation and saving. The window consists of intervals, which end when the device is
@@ -20,7 +20,7 @@ WARM_UP_STEPS = 10
 
 
 class Meter:
-    """Times the training steps of one rank. `pause` and `resume` enclose evaluation and saving."""
+    """Timer of the training steps of one rank. Between `pause` and `resume` (evaluation, saving) no time counts."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Meter:
         untimed: int | None = None,
         energy: Energy | None = None,
     ) -> None:
-        """`images_per_step`: over devices and accumulated batches. `untimed`: None: warm-up.
+        """`images_per_step`: over all devices and accumulated batches. `steps`: the number of steps that will run.
 
-        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU. `energy`: of the devices.
+        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU. `untimed`: steps before timing.
         """
         self.images_per_step, self._untimed = images_per_step, untimed
         self.expect(steps)
@@ -55,11 +55,11 @@ class Meter:
         self.first_step_at: float | None = None  # time.time()
 
     def expect(self, steps: int) -> None:
-        """Set how many steps will run. The first ten are not timed; in a short run, the first quarter is not."""
+        """Set how many steps will run. The first ten steps are not timed; of fewer than 40 steps, the first quarter."""
         self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
 
     def pause(self) -> None:
-        """Stop timing until `resume`. Call it between two steps."""
+        """Pause the timer until `resume`. Call it between two steps."""
         self._paused_at = time.perf_counter()
         if self._steps_seen >= self._warm_up:
             self.usage.end()
@@ -81,7 +81,7 @@ class Meter:
         self._was_idle = self._clock is None or self._clock.query()
 
     def end_fetch(self) -> None:
-        """Add the time that the device waited for this batch: half of the fetch if the device became idle during it."""
+        """Add the time that the device waited for this batch: half of the fetch if the device finished its work meanwhile."""
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from
         elif self._clock is not None and self._clock.query():
@@ -99,7 +99,7 @@ class Meter:
             self._close_interval()
 
     def synchronized(self) -> None:
-        """Mark a sync step: the device has finished all queued work."""
+        """End the open interval at a sync step, when the device has finished all queued work."""
         if self._open_steps:
             self._close_interval()
         if self.steps_timed:
@@ -124,14 +124,14 @@ class Meter:
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
     def recent(self) -> float | None:
-        """Return the images per second between the last two sync steps; None during the warm-up."""
+        """Return the images per second between the last two sync steps; None if no step was timed between them."""
         (steps_before, seconds_before), (steps, seconds) = self._sync_points
         if steps == steps_before:
             return None
         return self.images_per_step * (steps - steps_before) / (seconds - seconds_before)
 
     def throughput(self) -> dict[str, Any]:
-        """Return the entry `throughput` of result.json: speed, timed steps and step times."""
+        """Return images per second, step times in ms and the timed steps, for the entry `throughput` of result.json."""
         rate, steps, seconds = self.images_per_step, np.array(self._steps), np.array(self._seconds)
         # The middle of an interval decides to which half of the window it belongs.
         in_first_half = 2 * steps.cumsum() - steps <= self.steps_timed
@@ -155,5 +155,5 @@ class Meter:
         }
 
     def data_wait(self) -> float | None:
-        """Return the share of the timed window spent waiting for data."""
+        """Return the share of the timed steps that the device waited for data, 0 to 1; None if no step was timed."""
         return self.data_seconds / self.seconds_timed if self.seconds_timed else None

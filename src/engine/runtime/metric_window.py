@@ -1,4 +1,4 @@
-"""Loss and metrics of training steps, kept on the device until they are logged."""
+"""Loss and metrics of training steps on the device until they are logged, and checks that they are finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.engine.parallel.group import ProcessGroup
 
 
 class MetricWindow:
-    """Loss and metric sums per step, kept on the device. Only `fetch` waits for the device."""
+    """Sums of loss and metrics per step since the last logged step, on the device. Only `fetch` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,7 +22,7 @@ class MetricWindow:
         self._images: dict[int, int] = {}
 
     def add(self, step: int, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
-        """Add the mean loss and metrics of a batch of `images` images to the sums of `step`."""
+        """Add the loss and metrics of one batch, which are means over its `images` images, to the sums of `step`."""
         names = ("loss", *metrics)
         if self._names not in ((), names):
             raise ValueError(f"src/train/step.py: metrics are {names[1:]}, but were {self._names[1:]} before")
@@ -33,7 +33,7 @@ class MetricWindow:
         self._images[step] = self._images.get(step, 0) + images
 
     def fetch(self, group: ProcessGroup) -> list[tuple[dict[str, float], int]]:
-        """Return (sums by name, number of images) for each step since the last call, over all ranks. Collective."""
+        """Return (sums by name, number of images) of each step since the last call, over all ranks. Collective."""
         if not self._steps:
             return []
         local = torch.stack(list(self._steps.values()))
@@ -49,7 +49,7 @@ class MetricWindow:
 
 
 def check_finite(states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int) -> None:
-    """Raise NotFiniteError if any tensor in `states` is not finite on any rank. Call it before saving. Collective."""
+    """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity on any. Collective."""
     tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
     # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.

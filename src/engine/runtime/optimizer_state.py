@@ -1,4 +1,4 @@
-"""Save and load optimizer state by parameter name, because parameter groups may change before a run is resumed."""
+"""Save and load optimizer state by parameter name: the parameter groups of a resumed run may differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.optim import Optimizer
 from src.engine.parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
-# The entry of a parameter group that the optimizer counts. All others are hyper-parameters, which the config decides.
+# The step counter that some optimizers keep in a parameter group. All other entries are hyperparameters of the config.
 COUNTER = "step"
 
 
 def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's `state_dict()` keyed by parameter name instead of number, and its class names."""
+    """Return the optimizer's `state_dict()` with parameter names instead of numbers, and its class name as `kind`."""
     return {"kind": type(optimizer).__name__, **_with_names(optimizer.state_dict(), _names(optimizer, model))}
 
 
 def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any], strategy: Strategy) -> None:
-    """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Keeps current hyper-parameters."""
+    """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Hyperparameters keep the config's values."""
     names, kind = _names(optimizer, model), type(optimizer).__name__
     if "kind" not in saved:
         _check_format_1(optimizer, saved)
         saved = _with_names(saved, names)
     elif saved["kind"] != kind:
         log.info(
-            "resume: optimizer: %s -> %s: starts with fresh state, because the saved does not fit", saved["kind"], kind
+            "resume: optimizer %s -> %s: the saved state does not fit, so it starts with new state", saved["kind"], kind
         )
         return
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
@@ -39,10 +39,10 @@ def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str,
     for group in groups:
         before = group_of.get(names[group["params"][0]], {}) if group["params"] else {}
         if COUNTER in before:
-            # Copied: groups that were one before must not share a tensor, which each of them would increment.
+            # A copy, because two groups made from one saved group would both increment a shared tensor.
             group[COUNTER] = copy.deepcopy(before[COUNTER])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Before they are loaded, because loading copies them to the device.
+    # Shard the values before loading, which copies them to the device.
     state = {
         index: {key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()}
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
@@ -53,13 +53,13 @@ def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str,
 
 
 def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
-    """Return this rank's part of a state tensor with the shape of `parameter`, and any other value as it is."""
+    """Return this rank's shard of a state value if it is a tensor in the shape of `parameter`, else the value itself."""
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
     return strategy.part(value, parameter) if is_like else value
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """List the names of the optimizer's parameters in the order in which `state_dict()` numbers them."""
+    """Return the names of the optimizer's parameters, in the order of their numbers in `state_dict()`."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -70,7 +70,7 @@ def _with_names(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Raise ValueError if parameter numbers of a format-1 checkpoint may refer to different parameters here."""
+    """Raise ValueError if the numbers in a format-1 checkpoint may refer to other parameters than in `optimizer`."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != [len(group["params"]) for group in optimizer.param_groups]:
         raise ValueError(
@@ -86,7 +86,7 @@ def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_state_is_complete(optimizer: Optimizer) -> None:
-    """Step on copies, and raise ValueError if settings such as amsgrad=true need state that the checkpoint lacks."""
+    """Raise ValueError if a step needs state that the checkpoint lacks, for example with amsgrad=true. Steps on copies."""
     for group in optimizer.param_groups:
         smallest = min((p for p in group["params"] if optimizer.state.get(p)), key=lambda p: p.numel(), default=None)
         if smallest is None:

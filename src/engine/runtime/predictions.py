@@ -1,4 +1,4 @@
-"""Table of predictions with a row per image, and the calibration of their probabilities."""
+"""Table of predictions with a row per image, and the calibration error of predicted probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BINS = 15
 def prediction_table(
     evaluation: Evaluation, split: Any, class_names: list[str], probabilities: Callable[[Tensor], Tensor]
 ) -> pd.DataFrame:
-    """Build a table with a row per readable image: path (or index), label, and the five most likely classes."""
+    """Return a table with a row per evaluated image: path (or index), label, and the five most likely classes."""
     assert evaluation.rows is not None
     indices, scores, labels = evaluation.rows
     files = getattr(split, "files", None)
@@ -41,7 +41,7 @@ def _join_labels(row: list[float], class_names: list[str]) -> str:
 def count_by_confidence(
     probabilities: Callable[[Tensor], Tensor], scores: Tensor, labels: Tensor, losses: Tensor
 ) -> Tensor:
-    """Sum images, correct predictions and confidences in 15 bins of the predicted class's confidence: [3, 15]."""
+    """Return [3, 15]: number of images, correct predictions and sum of confidences in each of 15 bins of confidence."""
     confidence, predicted = probabilities(scores).max(1)
     bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
     # As exact as the losses: in double precision, where the device has it.
@@ -50,5 +50,5 @@ def count_by_confidence(
 
 
 def calibration_error(sums: Tensor, samples: int) -> float:
-    """Compute the expected calibration error (Guo et al. 2017, arXiv:1706.04599): mean |accuracy - confidence|."""
+    """Return the expected calibration error from `count_by_confidence` (Guo et al. 2017, arXiv:1706.04599)."""
     return float((sums[1] - sums[2]).abs().sum() / samples)

@@ -1,4 +1,4 @@
-"""Training progress: steps, epochs, and running sums of the logged metrics. Saved in every checkpoint."""
+"""Training progress, saved in every checkpoint: steps, epochs, sums of the logged metrics, and best evaluations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Counters of steps and epochs, metric sums and best values. A step is an optimizer step."""
+    """Steps and epochs trained, sums of training metrics, and best evaluation. A step is an optimizer step."""
 
     step: int = 0
     epoch: int = 0  # the current one, from 0
     step_in_epoch: int = 0
-    # Sums over images by metric, since the last logged step, and over this epoch up to that step.
+    # By metric, sums over images: since the last logged step (window), and from the epoch's start to that step (epoch).
     window_sums: dict[str, float] = field(default_factory=dict)
     window_images: int = 0
     epoch_sums: dict[str, float] = field(default_factory=dict)
@@ -31,16 +31,16 @@ class Progress:
 
     @classmethod
     def from_saved(cls, values: dict[str, Any]) -> Progress:
-        """Build Progress from the values in a checkpoint, ignoring entries of older formats."""
+        """Return the progress that a checkpoint stores as a dict, ignoring fields that only older versions had."""
         known = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def schedule_step(self, steps_per_epoch: int) -> int:
-        """Return the step of the learning-rate schedule: `step`, corrected if earlier epochs had a different length."""
+        """Return the step at which to read the learning-rate schedule: as if all epochs had `steps_per_epoch` steps."""
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
     def start_new_best(self, metric: str) -> bool:
-        """Clear the best value if it is for a metric other than `metric`. Return True if it was cleared."""
+        """Forget the best evaluation if it was measured by another metric than `metric`. Return True if so."""
         is_other = self.best_metric not in (None, metric)
         if is_other:
             self.best, self.evaluations_since_best = None, 0
@@ -50,14 +50,15 @@ class Progress:
         return is_other
 
     def add_steps(self, steps: Iterable[tuple[dict[str, float], int]]) -> None:
-        """Add (sums, images) of each step, one at a time, so that a stop in between does not change the rounding."""
+        """Add the (metric sums, number of images) of each step to the window."""
+        # One step at a time, so that a stop and resume in between does not change the rounding.
         for sums, images in steps:
             for name, value in sums.items():
                 self.window_sums[name] = self.window_sums.get(name, 0.0) + value
             self.window_images += images
 
     def close_window(self) -> dict[str, float]:
-        """Return the means since the last logged step, and start a new window."""
+        """Return the mean of each metric since the last logged step, add the sums to the epoch, and start a new window."""
         means = {name: value / self.window_images for name, value in self.window_sums.items()}
         for name, value in self.window_sums.items():
             self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
@@ -66,7 +67,7 @@ class Progress:
         return means
 
     def end_epoch(self, is_whole: bool) -> None:
-        """Store the means of the epoch. Unless `is_whole`, keep its sums, so that a resumed run continues it."""
+        """Store the means of the metrics over the epoch. If `is_whole`, begin the next epoch; else a resume continues it."""
         self.ended_at = self.step
         self.epoch_means = {name: value / self.epoch_images for name, value in self.epoch_sums.items()}
         if is_whole:
@@ -74,9 +75,9 @@ class Progress:
             self.step_in_epoch, self.epoch_sums, self.epoch_images = 0, {}, 0
 
     def add_evaluation(self, numbers: dict[str, Any], metric: str, directions: dict[str, bool]) -> bool:
-        """Update the best values with an evaluation on val. Return True if it is the best so far by `metric`.
+        """Record an evaluation on the validation split. Return True if it is the best so far by `metric`.
 
-        `numbers`: by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`. `directions`: by metric,
+        `numbers`: value by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`. `directions`: by metric,
         True if lower is better.
         """
         self.start_new_best(metric)

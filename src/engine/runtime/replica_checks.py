@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same data and equal replicas, before the first step and after the last."""
+"""Checks that all ranks have the same data and equal parameters, before the first step and after the last step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DRIFT = 1e-2
 
 
 def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
-    """Raise ValueError, naming the host, if a rank has different classes or files than rank 0. Collective."""
+    """Raise ValueError with the host's name if the classes or files of a rank differ from those of rank 0. Collective."""
     # Otherwise gradients would be averaged over different data, or ranks would wait for one with fewer images.
     if group.world_size == 1:
         return
@@ -33,7 +33,7 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
 
 
 def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, str]:
-    """Check that all ranks start with equal parameters. Return (measured world size, parameter hash). Collective."""
+    """Raise RuntimeError if ranks start with different parameters. Return (measured world size, parameter hash). Collective."""
     digest, equal = parameters_hash(model, strategy)
     if not equal:
         raise RuntimeError("the ranks start with different parameters; does the model draw random numbers elsewhere?")
@@ -44,7 +44,7 @@ def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, 
 
 
 def check_replicas_at_end(model: nn.Module, strategy: Strategy) -> tuple[str, list[str]]:
-    """Check that all ranks end with equal parameters. Return (rank 0's parameter hash, warnings). Collective."""
+    """Raise RuntimeError if ranks end with different parameters. Return (hash of rank 0's, warnings). Collective."""
     # All ranks apply the same averaged gradients, but devices of different models may round an update differently. Ranks on
     # devices of one model must not differ, and none by more than rounding explains.
     digest, equal = parameters_hash(model, strategy)
@@ -66,7 +66,7 @@ def check_replicas_at_end(model: nn.Module, strategy: Strategy) -> tuple[str, li
 
 @torch.no_grad()
 def relative_drift(model: nn.Module, strategy: Strategy) -> float:
-    """Return the largest distance of a rank's parameters from the mean over ranks, relative to its norm. Collective."""
+    """Return the largest distance of a rank's parameters from their mean over ranks, divided by that mean's norm."""
     distance = norm = 0.0
     for parameter in model.parameters():
         whole = strategy.whole(parameter).double()
@@ -77,7 +77,7 @@ def relative_drift(model: nn.Module, strategy: Strategy) -> float:
 
 
 def parameters_hash(model: nn.Module, strategy: Strategy) -> tuple[str, bool]:
-    """Return (rank 0's hash of all parameters, True if all ranks have the same hash). Collective."""
+    """Return (hash of all parameters on rank 0, True if it is equal on all ranks). Collective."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole = strategy.whole(parameter.detach()).cpu().reshape(-1)
@@ -88,6 +88,6 @@ def parameters_hash(model: nn.Module, strategy: Strategy) -> tuple[str, bool]:
 
 
 def measured_world_size(strategy: Strategy) -> int:
-    """Count the replicas that take part in training, by an all-reduce of each rank's count. Collective."""
+    """Return the number of model replicas that train, by an all-reduce of the number on each rank. Collective."""
     replicas = torch.tensor(float(strategy.count_replicas()), device=strategy.device)
     return int(strategy.group.sum(replicas).item())

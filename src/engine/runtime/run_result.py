@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[str, list[str]]) -> Result:
-    """Return the result of a finished run. `start` and `end` come from replica_checks.py. Collective."""
+    """Return the contents of result.json for a finished run. `start`, `end`: results of replica_checks.py. Collective."""
     config, strategy, step = run.config, run.strategy, run.state.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, first_step_at = started_at(), run.hooks.meter.first_step_at
@@ -76,7 +76,7 @@ def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[
 
 
 def _skipped(run: BuiltRun) -> dict[str, int]:
-    """Count and log the images of each split that could not be read on any rank. Collective."""
+    """Return split -> number of images that could not be read on any rank, and log these numbers. Collective."""
     counts, first = {}, ""
     for name, loader in {"train": run.train, **run.evaluation}.items():
         by_rank = run.strategy.group.gather(sorted(loader.unreadable))
@@ -92,7 +92,7 @@ def _skipped(run: BuiltRun) -> dict[str, int]:
 
 
 def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
-    """Return the result fields that the timed window measures: speed, memory, waiting. Collective."""
+    """Return the fields of result.json that were measured in timed steps: speed, waiting, communication. Collective."""
     meter, strategy, host = run.hooks.meter, run.strategy, host_name()
     seconds = run.communication.seconds()
     step = _mean_step(meter, seconds[1] if seconds else 0.0)
@@ -122,7 +122,7 @@ def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
 
 
 def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
-    """Return this rank's mean step time in ms, split into its parts; None if no step was timed."""
+    """Return the mean milliseconds per step that this rank spent on data, compute, communication and the rest."""
     steps = meter.steps_timed
     if not steps:
         return dict.fromkeys(("data_ms", "compute_ms", "communication_ms", "other_ms"))
@@ -133,7 +133,7 @@ def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
 
 
 def _energy(run: BuiltRun) -> dict[str, float | None]:
-    """Return joules per image over the timed window, and kWh since the start of this attempt; NaN if unknown. Collective."""
+    """Return joules per image in timed steps, and kWh since the start of this process; NaN if unknown. Collective."""
     meter = run.hooks.meter
     images = meter.steps_timed * meter.images_per_step
     window, total = run.strategy.telemetry.joules()
@@ -141,9 +141,9 @@ def _energy(run: BuiltRun) -> dict[str, float | None]:
 
 
 def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
-    """Return the communication bytes and times per step. `seconds`: (all, exposed) of each rank that measured them."""
+    """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with compute) by rank."""
     total, link = run.communication.bytes(run.state.model, run.config.train.accumulate)
-    # The smallest over the ranks: the others spend the rest waiting for a slower rank.
+    # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
     return {
         "bytes_per_step": total,
         "bytes_busiest_link": link,

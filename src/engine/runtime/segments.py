@@ -1,4 +1,4 @@
-"""Continue a run from a checkpoint: check its data, and log and record changed settings."""
+"""Contents of checkpoints, and resuming a run: check its data, record changed settings. A segment is one attempt of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_ANNOUNCED = ("resume", "print_config")
 
 
 def first_segment(run: BuiltRun, folder: Path) -> list[dict[str, Any]]:
-    """Return the list of segments (attempts) of a new run, which has one."""
+    """Return the list with the only segment of a new run."""
     return [_segment(run, folder, {})]
 
 
@@ -47,7 +47,7 @@ def checkpoint_of(run: BuiltRun) -> dict[str, Any]:
 
 
 def describe_step(run: BuiltRun, folder: Path, step: int, steps_before_epoch: int) -> str:
-    """Describe the images of a failed step and the checkpoint before it. Logs all image indices."""
+    """Return a text with the images that a failed step read, and the last good checkpoint. Logs all image indices."""
     per_step = run.config.train.accumulate
     indices = run.train.global_batches((step - 1 - steps_before_epoch) * per_step, per_step)
     log.error("training images of step %d, by index: %s", step, indices)
@@ -57,12 +57,12 @@ def describe_step(run: BuiltRun, folder: Path, step: int, steps_before_epoch: in
 
 
 def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None:
-    """Restore the contents of a checkpoint into a new `run`. Raises ValueError if they do not fit."""
+    """Load the contents of a checkpoint into a new `run` and log changed settings. Raises ValueError if they do not fit."""
     announcements = _check_data(run, contents)
     checkpoint.restore(run.state, run.strategy, contents)
     progress, train = run.state.progress, run.config.train
     run.state.schedule.step_update(progress.schedule_step(run.steps_per_epoch))
-    # Counted from here, because earlier epochs may have had a different number of steps.
+    # Counted from the checkpoint, because earlier epochs may have had a different number of steps.
     left = (train.epochs - progress.epoch) * run.steps_per_epoch - progress.step_in_epoch
     run.total_steps = min(progress.step + left, train.max_steps or sys.maxsize)
     if run.total_steps < progress.step:
@@ -92,7 +92,7 @@ def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None
 
 
 def describe_segments(run: BuiltRun) -> list[str]:
-    """Return a line per segment of a run, if the run was resumed with changed settings; else no lines."""
+    """Return a line per segment with its first step, command and changes; none if no resume changed a setting."""
     if not any(segment["changed"] for segment in run.segments):
         return []
     lines = []
@@ -107,7 +107,7 @@ def _change_text(key: str, before: Any, now: Any) -> str:
 
 
 def _check_data(run: BuiltRun, contents: dict[str, Any]) -> list[str]:
-    """Describe how the training data changed. Raises ValueError for a change in mid-epoch, or for changed classes."""
+    """Return how the training data changed, [] if not. Raises ValueError for changed classes or a change in mid-epoch."""
     _check_classes(contents.get("classes", []), list(run.dataset.class_names))
     before, now = contents.get("trained_on"), _data_of_a_step(run)
     step = contents.get("progress", {}).get("step_in_epoch", 0)
@@ -140,7 +140,7 @@ def _check_classes(before: list[str], now: list[str]) -> None:
 
 
 def _data_of_a_step(run: BuiltRun) -> dict[str, Any]:
-    """Return the settings that decide which images a step reads. The number of devices does not decide that."""
+    """Return all settings that decide which images a step reads; the number of devices is not one of them."""
     config = run.config
     return {
         "images": run.train.sampler.num_images,
@@ -153,12 +153,12 @@ def _data_of_a_step(run: BuiltRun) -> dict[str, Any]:
 
 
 def _plain_config(run: BuiltRun) -> dict[str, Any]:
-    """Return the run's config as dotted keys and values, without secrets."""
+    """Return the config of a run as dotted key -> value, with secrets replaced."""
     return dict(hide_in({key: value for key, value, _ in leaves(run.config)}))
 
 
 def _segment(run: BuiltRun, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the entry of result.json for the attempt that starts now: its start step and changed settings."""
+    """Return the segment that starts now, for result.json: first step, command, changed settings, time and devices."""
     return {
         "first_step": run.state.progress.step,
         "command": read_environment(folder).get("command"),

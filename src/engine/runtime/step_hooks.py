@@ -1,4 +1,4 @@
-"""Step hooks: timing, liveness and stop requests, called by the training loop."""
+"""Step hooks that the training loop calls: they time steps, report progress to the watchdog, and notice stop signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.engine.runtime.meter import Meter
 
 
 class StepHooks:
-    """Hooks that the training loop calls several times per step. Each does only a few assignments and clock reads."""
+    """Calls from the training loop at each phase of a step. Each does only a few assignments and reads of the clock."""
 
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
         self.meter, self.stop = meter, stop
@@ -30,7 +30,7 @@ class StepHooks:
             self.meter.end_fetch()
 
     def start_update(self) -> None:
-        """Mark that the gradients are complete."""
+        """Mark that the gradients are complete and the optimizer step begins."""
 
     def end_step(self) -> bool:
         """Mark that all work of the step is queued. Return True if a signal asks to stop after this step."""
@@ -42,12 +42,12 @@ class StepHooks:
         self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Return the profile of a step for result.json, or None without train.profile_steps; see step_profiler.py."""
+        """Return the milliseconds of each part of a step, for result.json; None without train.profile_steps."""
         return None
 
     @contextmanager
     def aside(self, phase: int) -> Iterator[None]:
-        """Exclude the code in the `with` block from the step times. `phase`: its phase in liveness.py."""
+        """Exclude the code in the `with` block from the step times. `phase`: EVALUATING or SAVING; see liveness.py."""
         liveness.at(phase)
         self.meter.pause()
         try:

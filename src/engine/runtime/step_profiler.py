@@ -1,4 +1,4 @@
-"""`train.profile_steps`: the time of each part of a step, and torch.profiler's trace of some steps."""
+"""Profile of training steps (train.profile_steps): the time of each part of a step, and a trace by torch.profiler."""
 
 # The profiler slows down the steps that it records, so it records steps before the timed window of meter.py. The parts are timed
 # inside the window, undisturbed, and add up to the meter's step time.
@@ -29,7 +29,7 @@ OPERATIONS_IN_TABLE = 50
 
 
 class ProfiledStepHooks(StepHooks):
-    """Step hooks that run torch.profiler at the end of the untimed steps, and time the parts of all later steps."""
+    """Step hooks that record some steps with torch.profiler before the timed steps, and measure each part of timed steps."""
 
     # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and loss, without the calls that
     # the strategy names (dp: scatter, replicate, gather); `backward` with the communication that it waits for; `optimizer` from
@@ -75,7 +75,7 @@ class ProfiledStepHooks(StepHooks):
         self._begin("other")
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Write this rank's trace and table to the run folder. Return the rank's entry of `profile` in result.json."""
+        """Write the trace and the table of this rank to the run folder. Return the milliseconds of each part of a step."""
         steps = self.meter.steps_timed
         # No step was timed: the run was resumed near its end, or stopped early.
         if not steps:
@@ -92,7 +92,7 @@ class ProfiledStepHooks(StepHooks):
             self._recording.begin(part)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its time counts as the part `name` instead of as forward."""
+        """Return `call` wrapped so that its time counts as part `name` of the step instead of as the forward pass."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._begin(name)
@@ -104,9 +104,9 @@ class ProfiledStepHooks(StepHooks):
 
 
 class PartTimer:
-    """Measures the seconds of each part of a step. A mark ends the current part and starts the named one, if any."""
+    """Timer of the parts of a step, with the sum of seconds per part. `mark` ends the current part and begins another."""
 
-    # On a GPU a mark is an event in the queue of its work, so marks do not wait, and the device's time counts.
+    # On a GPU a mark is an event in the queue of the GPU's work, so it does not wait and measures the time on the GPU.
 
     def __init__(self, device: torch.device, parts: tuple[str, ...]) -> None:
         self.seconds = dict.fromkeys(parts, 0.0)
@@ -117,7 +117,7 @@ class PartTimer:
         self._marks.append((part, self._now()))
 
     def add_up(self) -> None:
-        """Add the times between all marks so far to their parts. Call it at a sync step, when the device is idle."""
+        """Add the time between each two marks to the sum of its part. Call it at a sync step, when the device is idle."""
         on_cpu = self._device.type == "cpu"
         for (part, start), (_, end) in pairwise(self._marks):
             if part is not None:
@@ -133,10 +133,10 @@ class PartTimer:
 
 
 class Recording:
-    """Runs torch.profiler over the last `recorded` of `steps` steps. The trace shows each part of a step as a range."""
+    """Recording by torch.profiler of the last `recorded` of `steps` steps. The trace shows each part of a step by name."""
 
     def __init__(self, device: torch.device, steps: int, recorded: int) -> None:
-        # Otherwise the profiler logs on the console that it finds no GPU.
+        # Otherwise the profiler prints on the console that it finds no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._device = device
         self._profiler = profile(
@@ -169,7 +169,7 @@ class Recording:
 
 
 def summary_lines(profile: dict[str, Any], folder: Path) -> list[str]:
-    """Format one rank's entry of `profile` in result.json for the console."""
+    """Return console lines with the milliseconds of each part of a step, from one entry of `profile` in result.json."""
     parts: dict[str, float] = profile["parts"]
     step = sum(parts.values())
     shares = [f"{name.removesuffix('_ms')} {ms:.2f} ({ms / step:.0%})" for name, ms in parts.items()]
