@@ -130,7 +130,7 @@ class ModelConfig:
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
-        metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.optimized_metric}
+        metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.objective}
         for key, metric in metrics.items():
             if metric.endswith("_ema") and self.ema.decay is None:
                 yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
@@ -482,7 +482,7 @@ class TrainConfig:
             yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"
         for key, metric in {
             "checkpoint.metric": whole.checkpoint.metric,
-            "optimized_metric": whole.optimized_metric,
+            "optimized_metric": whole.objective,
         }.items():
             name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
             if metric.startswith("val/") and name not in metric_directions(self.task):
@@ -619,7 +619,7 @@ class Config:
     seed: int = number(42, ge=0, le=2**63 - 1, help="Seed of weights, sample order, augmentation and dropout.")
     resume: str | None = key(None, help="Folder; auto: task_name's newest unfinished run; auto_or_new: or a new one.")
     resume_strict: bool = key(True, help="false: a resume may change model, data, seed and optimizer.")
-    optimized_metric: str = key("val/acc_best", help="Metric that train.py returns to a search.")
+    optimized_metric: str | None = key(None, help="Metric that a search optimizes; null: the best checkpoint.metric.")
     print_config: bool | str = choice(True, True, False, "full", help="Print changed keys (true), all (full) or none.")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -632,6 +632,11 @@ class Config:
     search: SearchConfig = field(default_factory=SearchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+
+    @property
+    def objective(self) -> str:
+        """Metric that a search optimizes. Under checkpoint.metric=val/acc_ema, val/acc_best is of averaged weights."""
+        return self.optimized_metric or f"{self.checkpoint.metric.removesuffix('_ema')}_best"
 
 
 @dataclass

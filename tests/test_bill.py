@@ -33,7 +33,9 @@ BILL = {
     "A metric": 1,
     "A training metric": 1,
     "A loss": 2,
+    "An auxiliary loss": 1,
     "A parameter-group rule": 1,
+    "A schedule": 2,
     "Regression": 5,
     "A training loop": 2,
     "LoRA": 3,
@@ -105,7 +107,7 @@ def examples() -> dict[str, Example]:
 EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
 # Examples that replace parts which the others use.
-ALONE = ("Regression", "A training loop")
+ALONE = ("An auxiliary loss", "Regression", "A training loop")
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +282,7 @@ class TestCommands:
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
         actual = result(folder)
-        assert actual["objective"] == actual["val"]["f1"]
+        assert actual["objective"] == actual["val"]["f1_best"]
         assert [line for line in read_lines(folder / "metrics.jsonl") if "val/f1" in line]
         events = EventAccumulator(str(folder / "tensorboard")).Reload()
         assert "val/f1" in events.Tags()["scalars"]
@@ -312,6 +314,19 @@ class TestCommands:
             matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
+
+    def test_custom_schedule_trains_and_refuses_a_key_that_it_does_not_read(self, scratch: Path) -> None:
+        schema, line = EXAMPLES["A schedule"].commands
+        run(scratch, schema)
+        for overrides in STRATEGIES:
+            settings = ("model=tiny", "train.max_steps=null", "data.limit_train=64", "optim.min_lr=1e-3")
+            folder = run(scratch, line, *settings, "optim.warmup_lr=1e-3", *overrides)
+            rates = [entry["lr"] for entry in read_lines(folder / "metrics.jsonl") if "lr" in entry]
+            assert rates == pytest.approx([0.001, 0.0015, 0.002, 0.0015])
+        command = [sys.executable, "train.py", "optim.sched=triangle", "optim.warmup_epochs=1"]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 2
+        assert "optim.warmup_epochs=1.0: " in done.stderr
 
     def test_lora(self, scratch: Path) -> None:
         schema, plain, tuned = EXAMPLES["LoRA"].commands
@@ -381,6 +396,23 @@ def test_regression_trains_without_engine_changes(alone: Callable[[str], Path]) 
         assert {"loss", "mae"} == numbers["train"].keys()
         actual.append(numbers["val"]["mae"])
     assert actual[0] == pytest.approx(actual[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_auxiliary_loss_is_trained_and_logged_as_a_metric(scratch: Path, alone: Callable[[str], Path]) -> None:
+    copy, line = alone("An auxiliary loss"), EXAMPLES["An auxiliary loss"].commands[0]
+    without = read_lines(run(scratch, line, *STRATEGIES[0], "parallel.devices=1") / "metrics.jsonl")[0]
+    logged = []
+    for overrides in (("parallel=single", "parallel.devices=1"), ()):
+        folder = run(copy, line, *overrides)
+        lines = [entry for entry in read_lines(folder / "metrics.jsonl") if "train/loss" in entry]
+        assert lines[0]["train/loss"] - without["train/loss"] == pytest.approx(
+            1e-4 * lines[0]["train/z_loss"], rel=0.01
+        )
+        logged.append([entry["train/z_loss"] for entry in lines])
+        assert result(folder)["train"]["z_loss"] == pytest.approx(np.mean(logged[-1]))
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
 
 
 @pytest.mark.slow

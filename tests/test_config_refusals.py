@@ -70,6 +70,9 @@ GROUP_OPTIONS = [
     ("experiment=compar", "experiment=compar", "compare"),
     ("debug=nope", "debug=nope", "fast", "overfit"),
     ("model=null", "model"),
+    ("train=false", "train=false: ", "default, multilabel"),
+    ("train=[nope]", "train=nope: ", "default, multilabel"),
+    ("tracker=[tensorboard,wandbb]", "tracker=wandbb: ", "wandb"),
     ("hydra/launcher=joblib", "hydra/launcher", "joblib"),
     ("hydra=nope", "hydra", "nope"),
 ]
@@ -93,16 +96,22 @@ NAMES = [
     ("optimized_metric=val/ac", "optimized_metric=val/ac", "val/acc"),
 ]
 WRONG_TYPES = [
-    ("optim.lr=abc", "optim.lr", "abc"),
+    ("optim.lr=abc", "optim.lr=abc: ", "number", "optim.lr=0.001"),
     ("optim.lr=", "optim.lr"),
     ("optim.lr=null", "optim.lr", "null"),
     ("optim.lr=[1]", "optim.lr", "[1]"),
     ("train.epochs=1.5", "train.epochs", "1.5"),
     ("train.epochs=two", "train.epochs", "two"),
     ("seed=1.5", "seed", "1.5"),
-    ("seed=null", "seed", "null"),
+    ("seed=null", "seed=null: ", "integer", "seed=42"),
+    ("model.ema=true", "model.ema=true: ", "model.ema.decay="),
+    ("model.sync_bn=maybe", "model.sync_bn=maybe: ", "true or false", "model.sync_bn=false"),
+    ("train.max_steps=abc", "train.max_steps=abc: ", "integer or null"),
+    ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
+    ("train.precision=[1]", "train.precision=[1]: ", "bf16"),
+    ("optim.lr=${model.name}", "optim.lr=${model.name}: ", "number"),
     ("model.name=null", "model.name", "null"),
-    ("model.kwargs=3", "model.kwargs", "3"),
+    ("model.kwargs=3", "model.kwargs=3: ", "{name: value}"),
     ("print_config=maybe", "print_config=maybe", "full"),
     ("tags=x", "tags", "x"),
     ("data.workers=many", "data.workers=many", "auto"),
@@ -251,6 +260,11 @@ PLACES = [
 def test_error_names_invalid_command_line_argument(refuse: Refuse, command: str, named: tuple[str, ...]) -> None:
     line = refuse(*command.split(" "))
     assert [name for name in named if name not in line] == [], line
+
+
+def test_type_error_contains_no_words_of_omegaconf(refuse: Refuse) -> None:
+    for override in ("seed=null", "train=false", "model.ema=true", "optim.lr=abc", "tags=x", "model.kwargs=3"):
+        assert not re.search(r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group", refuse(override))
 
 
 def test_sweep_accepts_quoted_option_names() -> None:

@@ -9,12 +9,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
+import torch
 from conftest import Train
 from PIL import Image
+from ranks import run_warm
 
 from scripts import plan
+from src.data.datasets import Digits
+from src.engine.data.dataset import InMemory
+from src.schema import DataConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -194,6 +201,25 @@ def test_plain_pytorch_code_on_dp_and_ddp_page_trains(train: Train, tmp_path: Pa
     for command in ([sys.executable, f"{tmp_path}/0.py"], [*torchrun, *rendezvous, f"{tmp_path}/1.py"]):
         done = train.start_command(command, tmp_path).finish()
         assert done.returncode == 0, done.output
+
+
+@pytest.mark.processes
+def test_checkpoint_loads_in_plain_pytorch_with_the_code_on_the_lightning_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("parallel=single", "data.limit_train=64", "train.max_steps=1", "print_config=false")
+    folder = run_warm(tmp_path / "run", "model=resnet18", "model.name=resnet10t", *small)
+    monkeypatch.chdir(folder)
+    scope: dict[str, Any] = {"torch": torch, "timm": timm}
+    [code] = python_blocks("docs/from_lightning.md")
+    exec(code, scope)
+    model = scope["model"].eval()
+    preprocessing, val = scope["contents"]["preprocessing"], Digits(DataConfig()).val
+    assert isinstance(val, InMemory)
+    images = (val.images / 255 - preprocessing["mean"][0]) / preprocessing["std"][0]
+    hits = (model(images).argmax(1) == val.labels).sum().item()
+    # As many as the run itself counted.
+    assert hits == json.loads((folder / "result.json").read_text())["val"]["correct"]
 
 
 # --- the site

@@ -229,13 +229,17 @@ def test_setting_that_lost_runs_has_a_note(tmp_path: Path) -> None:
     assert "may be too good" in html
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [{"optimized_metric": "val/acc_best"}, {"checkpoint": {"metric": "val/acc_ema"}, "optimized_metric": None}],
+)
 @pytest.mark.parametrize(("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])])
 def test_trials_of_a_search_are_compared_by_the_optimized_metric(
-    tmp_path: Path, group: str, overrides: list[str]
+    tmp_path: Path, group: str, overrides: list[str], metrics: dict[str, Any]
 ) -> None:
     sweep = Sweep(tmp_path / "s")
     for place, value in enumerate((0.5, 0.7)):
-        config = {"optim": {"lr": place}, "optimized_metric": "val/acc_best"}
+        config = {"optim": {"lr": place}, **metrics}
         folder = add(sweep, [*overrides, f"optim.lr={place}"], config, val={"acc": 1 - value, "acc_best": value})
         (folder / ".hydra").mkdir()
         (folder / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  runtime:\n    choices:\n      search: {group}\n")

@@ -18,7 +18,15 @@ from hydra._internal.utils import get_args_parser
 from src.engine.config.compose import compose_command
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
-from src.engine.search.space import FROZEN, check_space, parse_space, read_search, read_space
+from src.engine.search.space import (
+    FROZEN,
+    check_space,
+    freeze_search,
+    natural_direction,
+    parse_space,
+    read_search,
+    read_space,
+)
 from src.engine.search.study import Follower
 from src.engine.sweep.points import expand
 from src.schema import Config, SearchConfig
@@ -97,6 +105,26 @@ def test_command_line_can_add_replace_and_remove_searched_keys() -> None:
 def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         space_of(*override.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "objective", "direction"),
+    [
+        ((), "val/acc_best", "maximize"),
+        (("checkpoint.metric=val/loss",), "val/loss_best", "minimize"),
+        (("checkpoint.metric=val/acc_ema", "model.ema.decay=0.9"), "val/acc_best", "maximize"),
+        (("checkpoint.metric=val/loss", "optimized_metric=val/acc"), "val/acc", "maximize"),
+    ],
+)
+def test_search_follows_checkpoint_metric_unless_optimized_metric_is_set(
+    tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
+) -> None:
+    command, points = expand(get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
+    space = read_space(command)
+    assert command.config.objective == objective
+    assert natural_direction(command.config.objective) == direction
+    freeze_search(tmp_path, points[0].tree, space)
+    assert read_search(tmp_path)[0].optimized_metric == objective
 
 
 def test_search_is_refused_without_multirun() -> None:

@@ -34,6 +34,8 @@ NAMED = (
     "pyproject.toml",
     "CITATION.cff",
 )
+# A run folder of the template in pages and tests, also in a regular expression: outputs/(?:train|finetune).
+RUN_FOLDER = r"(outputs/(?:\(\S*?)?)\btrain\b"
 PULLING = f"""\
 Later fixes of the template, the front merged and the engine taken whole:
   git fetch <url of the template> main
@@ -80,6 +82,10 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
     _drop(root, OF_THE_TEMPLATE, COMMANDS)
+    # Runs are in outputs/<task_name>. The pages name such folders, and the tests replace them.
+    for page in [*_pages(root), *(root / "tests" / f"test_{tests}.py" for tests in ("bill", "commands"))]:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(RUN_FOLDER, rf"\1{name}", text), encoding="utf-8")
     if drop_demo:
         recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
         figures = [path for path in DEMO if (root / path).exists()]
@@ -93,9 +99,13 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
 def _drop(root: Path, paths: Sequence[str], named: str) -> None:
     """Remove files (`paths`), and the lines of documentation pages that match `named`."""
     _git(root, "rm", "-rq", *paths)
-    for page in [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]:
+    for page in _pages(root):
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
         page.write_text("".join(line for line in lines if not re.search(named, line)), encoding="utf-8")
+
+
+def _pages(root: Path) -> list[Path]:
+    return [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]
 
 
 def _edit(path: Path, old: str, new: str) -> None:

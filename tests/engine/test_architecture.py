@@ -87,7 +87,7 @@ NO_TORCH_AT_THE_TOP = (
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE = 260
 # Lists of keys and of arguments, looked up and not read.
-LONG_FILES = {"src/schema.py": 736, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 263}
+LONG_FILES = {"src/schema.py": 741, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 263}
 
 
 def name_of(path: Path) -> str:

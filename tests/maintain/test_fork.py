@@ -60,6 +60,9 @@ def test_fork_replaces_every_occurrence_of_template_name(clone: Path) -> None:
     assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
     assert json.loads(read(clone / ".template.json")) == {"name": "my_project", "template_commit": commit}
+    pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
+    assert "outputs/train" not in pages
+    assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
     texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
     assert [path.name for path in texts if OLD_NAME.encode() in path.read_bytes()] in ([], ["CHANGELOG.md"])
 

@@ -173,9 +173,9 @@ class RunRecord:
         """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else `checkpoint.metric`."""
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
-        if self.is_trial and self.config.get("optimized_metric"):
-            return str(self.config["optimized_metric"])
-        return str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
+        metric = str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
+        best = f"{metric.removesuffix('_ema')}_best"
+        return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
 
     @property
     def is_benchmark(self) -> bool:

@@ -21,7 +21,7 @@ from yaml import YAMLError
 from src.engine.config.hydra_allowlist import check_hydra_block, check_hydra_key, check_hydra_types, check_search_path
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
-from src.engine.config.suggest import ROOT, explain, is_known, key_hint, option_hint, plain_values
+from src.engine.config.suggest import ROOT, check_option, explain, is_known, key_hint, plain_values
 from src.engine.config.validate import check_combination, check_values
 from src.engine.machine.files import write_text
 from src.engine.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
@@ -253,8 +253,6 @@ def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
             for choice in override.sweep_string_iterator() if swept else [override.value()]:
                 if choice in (None, "null") and not override.is_delete():
                     raise ValueError(f"{key}=null: allowed: {', '.join(options)}; to leave the group out: ~{key}")
-                name = str(choice).strip("'\"")
-                if isinstance(choice, str) and name not in options:
-                    raise ValueError(f"{key}={choice}: no such option{option_hint(key, name, options)}")
+                check_option(key, choice, options)
         elif not is_known(key):
             raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")

@@ -11,10 +11,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf.errors import ValidationError
+
 from src.engine.machine.secrets import is_secret_key
+from src.engine.machine.text import yaml_text
 from src.schema import REMOVED, Config, leaves, metric_directions, proportions
 
 ROOT = Path(__file__).resolve().parents[3]
+# Types of keys in src/schema.py, in words.
+TYPES = {
+    "int": "an integer",
+    "int | str": "auto or an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "None": "null",
+    "dict[str, Any]": "a dictionary, {name: value}",
+    "list[int]": "a list of integers, [0,1]",
+    "list[float]": "a list of numbers, [0.5,1.0]",
+    "list[str]": "a list of texts, [a,b]",
+}
 
 
 def hint(name: str, known: Iterable[str]) -> str:
@@ -62,11 +78,15 @@ def key_hint(key: str, more: Iterable[str] = ()) -> str:
     return similar
 
 
-def option_hint(group: str, choice: str, options: Iterable[str]) -> str:
-    """Return `; did you mean …?` for an unknown option of `group`. For a timm model, suggest model.name."""
-    if group == "model" and choice.partition(".")[0] in timm_models():
-        return f"; timm has a model of this name: model.name={choice}"
-    return hint(choice, options)
+def check_option(group: str, choice: Any, options: list[str]) -> None:
+    """Refuse an unknown option of `group`, or of a list of options, with the nearest name or model.name=<timm model>."""
+    for value in choice if isinstance(choice, list) else [choice]:
+        name = yaml_text(value).strip("'\"")
+        if isinstance(value, dict | None) or name in options:
+            continue
+        if group == "model" and name.partition(".")[0] in timm_models():
+            raise ValueError(f"model={name}: no such option; timm has a model of this name: model.name={name}")
+        raise ValueError(f"{group}={name}: no such option{hint(name, options)}; python train.py --help lists all")
 
 
 def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
@@ -92,7 +112,26 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     if "Missing mandatory" in text:
         return f"{key}=???: required; set {key}=…"
     as_given = {override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides}
+    # Without the index of a list's item.
+    declared = key.partition("[")[0]
+    if isinstance(cause, ValidationError) and (expected := _expected(declared)):
+        return f"{as_given.get(declared, f'{key}={yaml_text(cause.value)}')}: {expected}"
     return f"{as_given.get(key, key)}: {text.split(' full_key: ')[0]}"
+
+
+def _expected(key: str) -> str:
+    """Return the type and the default of a key, or the first key of a section; empty if `key` is neither."""
+    below = [(known, value, entry) for known, value, entry in leaves(Config()) if f"{known}.".startswith(f"{key}.")]
+    if not below:
+        return ""
+    known, value, entry = below[0]
+    if known != key:
+        return f"expected keys below it; set one, e.g. {known}=…"
+    default = "" if value is None else f"; the default is {key}={yaml_text(value)}"
+    if "choices" in entry.metadata:
+        return f"allowed: {', '.join(map(yaml_text, entry.metadata['choices']))}{default}"
+    types = TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
+    return f"expected {types}{default}"
 
 
 def own_class_exists(name: str) -> bool:

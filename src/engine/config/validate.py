@@ -131,8 +131,8 @@ def _training(config: Config) -> Iterator[str]:
     for key, name, known in (
         ("optim.opt", opt, names.timm_optimizers()),
         ("train.loss", config.train.loss, loss_names()),
-        ("optimized_metric", config.optimized_metric, names.objectives()),
         ("checkpoint.metric", config.checkpoint.metric, val_metrics),
+        ("optimized_metric", config.objective, names.objectives()),
     ):
         if key == "train.loss" and is_own_class(name):
             yield from _own_class(key, name)

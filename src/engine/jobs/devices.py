@@ -37,7 +37,7 @@ def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
         return 1
     if config.sweep.timed:
         raise ValueError(f"{key}={jobs}: sweep.timed=true times the jobs, so each runs alone; use {key}=1")
-    if key == "search.n_jobs" and config.optimized_metric == "images_per_sec":
+    if key == "search.n_jobs" and config.objective == "images_per_sec":
         raise ValueError(
             f"{key}={jobs}: optimized_metric=images_per_sec times the trials, so each runs alone; use {key}=1"
         )

@@ -26,7 +26,10 @@ MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
 AUTO = ("auto", "auto_or_new")
 # Keys that do not affect the training; `resume` stands for resume_strict too.
-NOT_TRAINING = ("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "tracker", "hydra")
+NOT_TRAINING = (
+    *("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "tracker", "hydra"),
+    "optimized_metric",
+)
 PER_DEVICE = ("device_ids", "output_device")
 
 

@@ -70,7 +70,7 @@ def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[
         },
     )
     # `images_per_sec` is in `throughput`; other metrics are `<split>/<name>`.
-    split, _, name = config.optimized_metric.rpartition("/")
+    split, _, name = config.objective.rpartition("/")
     result.objective = (getattr(result, split) if split else result.throughput).get(name)
     return result
 

@@ -33,7 +33,7 @@ def check_confirmation(config: Config, base: DictConfig, space: list[Dimension])
     if config.sweep.baseline is not None:
         raise ValueError(f"{written}: compares with the default settings; leave sweep.baseline out")
     is_timed = config.sweep.timed or train.evaluate_every == 0
-    if config.optimized_metric == "images_per_sec" or (is_timed and train.max_steps is not None):
+    if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
         raise ValueError(f"{written}: decides about accuracy or loss, but this search measures speed; leave it out")
     default = trial_point(base, [], 0)
     if default.reason:

@@ -28,7 +28,7 @@ PAGE = """<!doctype html>
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     """Write search.html and return its path."""
-    metric = config.optimized_metric
+    metric = config.objective
     trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
     rows = []
     for job in jobs.jobs:

@@ -49,7 +49,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
         base.tree,
         space,
         seed=config.seed if settings.seed is None else settings.seed,
-        direction=natural_direction(config.optimized_metric),
+        direction=natural_direction(config.objective),
         study_name=settings.study_name or f"{config.task_name} {folder.parent.name} {folder.name}",
     )
     try:
@@ -139,7 +139,7 @@ class Search(Runner):
     def watch(self, job: Job) -> Follower:
         self._next = None
         path = self.jobs.folder / job.folder / "metrics.jsonl"
-        return Follower(self._trials[job.id], path, self.config.optimized_metric)
+        return Follower(self._trials[job.id], path, self.config.objective)
 
     def ended(self, job: Job) -> None:
         self._tell(job, self._trials.pop(job.id))
@@ -176,7 +176,7 @@ class Search(Runner):
 
         value = read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
         if job.status == "done" and (value is None or not math.isfinite(value)):
-            job.status, job.reason = "not_finite", f"{self.config.optimized_metric} is {value}"
+            job.status, job.reason = "not_finite", f"{self.config.objective} is {value}"
         trial.set_user_attr("status", job.status)
         trial.set_user_attr("reason", job.reason)
         self.failed += job.status in FAILED
@@ -204,7 +204,7 @@ class Search(Runner):
         has_value = any(job.status == "done" for job in self.jobs.jobs)
         if has_value:
             job = self.jobs.jobs[self.study.best_trial.number]
-            best = f"{self.config.optimized_metric} {self.study.best_value:.4f}"
+            best = f"{self.config.objective} {self.study.best_value:.4f}"
             print(f"best         {best} in trial {job.id}: {job.name}")
             print(f"again        {shlex.join(['python', 'train.py', *job.overrides])}")
         print(f"page         {write_search_page(self.jobs, self.study, self.config)}")

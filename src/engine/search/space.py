@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from src.engine.config.compose import Command, to_config
 from src.engine.config.removed import drop_removed_keys
-from src.engine.config.suggest import is_known, is_lower_better, key_hint
+from src.engine.config.suggest import explain, is_known, is_lower_better, key_hint
 from src.engine.machine.files import write_text
 from src.engine.sweep.points import Point, make_point, settle, task_overrides
 from src.schema import Config
@@ -125,7 +125,7 @@ def _dimension(override: Any) -> Dimension:
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
     """Raise ValueError if a search is invalid or cannot run here. Return a config per combination of searched data keys."""
-    settings, metric = config.search, config.optimized_metric
+    settings, metric = config.search, config.objective
     direction = natural_direction(metric)
     if settings.direction not in (None, direction):
         raise ValueError(f"search.direction={settings.direction}: {metric} requires search.direction={direction}")
@@ -146,7 +146,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             for override in ends[-1]:
                 trial_point(base, [override], 0)
         except ValueError as error:
-            fix = "; for integers use int(interval(a,b))" if "Integer" in str(error) else ""
+            fix = "; for integers use int(interval(a,b))" if "an integer" in str(error) else ""
             raise ValueError(f"{dimension.name}={dimension.text}: {error}{fix}") from error
     for corner in _corners(ends):
         reason = trial_point(base, corner, 0).reason
@@ -177,7 +177,7 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
             added = override.is_add() or override.is_force_add()
             OmegaConf.update(tree, override.key_or_group, override.value(), force_add=added)
         except OmegaConfBaseException as error:
-            raise ValueError(f"{override.input_line}: {str(error).splitlines()[0]}") from error
+            raise ValueError(explain(error, [str(override.input_line)])) from error
     with read_write(tree.hydra):
         tree.hydra.overrides.task = [*task_overrides(tree), *overrides]
     point = make_point(tree, task_overrides(tree), number)
@@ -190,6 +190,8 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
     tree = copy.deepcopy(base)
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
+        # All trials have the same objective, also if checkpoint.metric is searched.
+        tree.optimized_metric = to_config(tree).objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
     header = "# The search as composed at its start: settings, space, and the base config of all trials.\n"
