@@ -93,10 +93,13 @@ def test_torch_knows_every_compile_mode() -> None:
     assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())
 
 
-def test_compile_is_refused_on_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
     from torch._inductor import config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no_such_compiler",))
-    with pytest.raises(ValueError, match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+"):
+    # Not by monkeypatch, whose undoing hides the option from later tests.
+    with (
+        inductor.patch({"cpp.cxx": ("no_such_compiler",)}),
+        pytest.raises(ValueError, match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+"),
+    ):
         compile_model(nn.Linear(2, 2), "max-autotune", CPU)
     assert isinstance(compile_model(nn.Linear(2, 2), "max-autotune", CUDA), nn.Module)

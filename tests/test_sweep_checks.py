@@ -49,8 +49,8 @@ def test_search_refuses_missing_data_among_searched_values(refuse: Refuse, tmp_p
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("optim.lr=0.1,abc",), ("optim.lr=abc", "Value 'abc'", "Float")),
-        (("train.epochs=1.5,2",), ("train.epochs=1.5", "Value '1.5'", "Integer")),
+        (("optim.lr=0.1,abc",), ("optim.lr=abc", "number")),
+        (("train.epochs=1.5,2",), ("train.epochs=1.5", "integer")),
         (("optim.lr=interval(0.001,0.1)",), ("optim.lr=interval(0.001,0.1)", "search=optuna")),
         (('tags="a,b","c d"',), ('tags="a,b"', "list")),
         (("optim.opt=[adamw,sgd]",), ("optim.opt=[adamw,sgd]",)),

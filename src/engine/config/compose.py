@@ -141,7 +141,9 @@ def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Con
     try:
         config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
     except OmegaConfBaseException as error:
-        raise ValueError(explain(error)) from error
+        # As given, because an item may be a `${…}` that cannot be resolved.
+        given: Any = OmegaConf.to_container(OmegaConf.select(tree, "hydra.overrides.task") or OmegaConf.create([]))
+        raise ValueError(explain(error, given)) from error
     assert isinstance(config, Config)
     check_values(config)
     return config
