@@ -269,7 +269,7 @@ class TestCommands:
         assert result(both)["world_size"] == 2
         assert result(both)["parameters"] > result(alone)["parameters"]
 
-    def test_dataset(self, scratch: Path, npz: Path) -> None:
+    def test_custom_dataset_trains(self, scratch: Path, npz: Path) -> None:
         for command, world_size in zip(EXAMPLES["A dataset"].commands, (1, 2), strict=True):
             line = command.replace("/data/medmnist.npz", str(npz))
             alone = ("parallel=single",) if world_size == 1 else ()
@@ -304,7 +304,7 @@ class TestCommands:
             assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
-    def test_parameter_group_rule(self, scratch: Path) -> None:
+    def test_custom_parameter_group_rule_trains(self, scratch: Path) -> None:
         line = EXAMPLES["A parameter-group rule"].commands[0]
         for overrides in STRATEGIES:
             folder = run(scratch, line, "model=tiny", *overrides)
@@ -328,7 +328,7 @@ class TestCommands:
         assert done.returncode == 2
         assert "optim.warmup_epochs=1.0: " in done.stderr
 
-    def test_lora(self, scratch: Path) -> None:
+    def test_lora_example_trains(self, scratch: Path) -> None:
         schema, plain, tuned = EXAMPLES["LoRA"].commands
         run(scratch, schema)
         placeholder = Path("outputs/train/2026-01-01/12-00-00-000000")

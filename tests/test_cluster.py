@@ -91,7 +91,7 @@ def test_paths_are_not_checked_at_submission(main: Main) -> None:
 
 @pytest.mark.parametrize("key", ["partition", "account", "gres"])
 @pytest.mark.parametrize("value", ["a b", "$(touch pwned)", "a'b", "a;touch pwned", "-x", "a#b"])
-def test_script_quotes_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+def test_slurm_script_quotes_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.chdir(tmp_path)
     slurm.write_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path)
     text = (tmp_path / slurm.SCRIPT).read_text()
@@ -285,7 +285,7 @@ def test_manifest_is_valid_under_kubernetes_schemas(documents: list[dict[str, An
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
 
 
-def test_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None:
+def test_kubernetes_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None:
     settings, service, job = documents
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -307,7 +307,7 @@ def test_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     "value", ["a b", "it's", '"quoted"', "a: b", "{x}", "yes", "007", "# no comment", "<&>", "ü🙂", "%"]
 )
-def test_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
+def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
     text = f"seed: 1\ntags: ['{value}', '{{{{ 7 * 6 }}}}']\n\tx: --- \n"
     (tmp_path / "config.yaml").write_text(text)
     write_manifest(job("kubernetes", image=value, claim=value, namespace=value, time="1:30"), tmp_path)

@@ -56,12 +56,12 @@ ELSEWHERE = {
     r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
     r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
     r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
-    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tool_holds_the_whole_run_after_a_resume",
+    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
-    r"(wandb sync|mlflow ui)": "test_tool_holds_the_whole_run_after_a_resume",
+    r"(wandb sync|mlflow ui)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
-    r"python -m src\.train ": "test_command_runs",
-    r"python -c ": "test_python_one_liners_run",
+    r"python -m src\.train ": "test_documented_training_command_runs",
+    r"python -c ": "test_python_one_liner_of_a_page_runs",
     r"python scripts/plan\.py model=resnet18 ": "test_tables_on_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
     r"cp conf/local": "test_example_file_of_local_settings_is_valid",
@@ -327,7 +327,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
-def test_plan_command_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_command_of_plan_py_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(command, capsys)
 
 
@@ -393,7 +393,7 @@ def test_script_runs_on_two_ranks(command: str, photos: Path, tmp_path: Path, tr
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-def test_command_runs(command: str, train: Train) -> None:
+def test_documented_training_command_runs(command: str, train: Train) -> None:
     assert command in TRAININGS
     arguments = shlex.split(command)[2:]
     arguments += ["model.kwargs={}" if "model.name" in command else "model=tiny", "optim.warmup_epochs=0"]
@@ -429,6 +429,6 @@ def test_dry_run_lists_the_jobs(
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("python -c")])
-def test_python_one_liners_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_one_liner_of_a_page_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(shlex.split(command)[2])
     assert capsys.readouterr().out.strip() == "True"

@@ -73,7 +73,7 @@ def test_development_container_uses_the_same_image() -> None:
     assert actual["build"]["target"] in stages()
 
 
-def test_notebook_has_no_outputs_and_separate_requirements() -> None:
+def test_notebook_is_stored_without_outputs_and_has_its_own_requirements_file() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") for cell in cells)
     runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8")

@@ -122,7 +122,7 @@ def test_doctor_stops_training_when_single_fails() -> None:
     assert any(finding.stops for finding in findings_of(machine))
 
 
-def test_failed_probe_is_reported() -> None:
+def test_doctor_reports_when_its_probe_of_torch_fails() -> None:
     assert "no_such" in probe("src.engine.doctor.no_such")["error"]
 
 

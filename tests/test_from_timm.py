@@ -42,7 +42,7 @@ def test_table_lists_every_timm_argument_once_with_timm_default() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE["same"])
-def test_argument_with_equivalent_key_keeps_its_value(name: str) -> None:
+def test_timm_argument_keeps_its_value_in_the_equivalent_config_key(name: str) -> None:
     default, key, *needed = TABLE["same"][name]
     assert key in KEYS or key.rpartition(".")[0] in KEYS
     of_text = {

@@ -70,7 +70,7 @@ def test_make_help_lists_every_target_on_one_line() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_every_target_is_phony() -> None:
+def test_every_make_target_is_phony() -> None:
     """A file with the name of a target would otherwise disable the target."""
     text = makefiles()
     phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)

@@ -226,7 +226,7 @@ def test_disturbance_guard_distinguishes_run_from_other_programs() -> None:
         (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
     ],
 )
-def test_flags_name_each_disturbance(changes: dict[str, Any], reasons: list[str]) -> None:
+def test_run_flags_name_each_disturbance_of_its_speed(changes: dict[str, Any], reasons: list[str]) -> None:
     assert flags(QUIET | changes, 100) == reasons
 
 

@@ -155,7 +155,7 @@ def test_verdicts_on_speed_claims_flip_when_speeds_change(
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
 
 
-def test_claim_1_ignores_options_compared_on_the_same_devices(tmp_path: Path) -> None:
+def test_claim_about_more_devices_ignores_options_compared_on_the_same_devices(tmp_path: Path) -> None:
     """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on more devices."""
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
     for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):

@@ -137,7 +137,7 @@ def test_report_rounds_long_numbers_when_they_stay_distinct(
 
 
 @pytest.mark.parametrize(("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")])
-def test_better_means_lower_for_a_loss(tmp_path: Path, metric: str, winner: str) -> None:
+def test_report_calls_the_setting_with_the_lower_loss_better(tmp_path: Path, metric: str, winner: str) -> None:
     # Two settings are better than the first, whatever the direction.
     rates = (
         {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9} if metric == "val/loss" else {"0.001": 1.0, "0.003": 1.1, "0.01": 1.3}
@@ -149,7 +149,7 @@ def test_better_means_lower_for_a_loss(tmp_path: Path, metric: str, winner: str)
     assert lead["value"] == pytest.approx(rates[winner.partition("=")[2]] + 0.015, abs=0.01)
 
 
-def test_load_on_the_machine_does_not_disturb_the_metric(tmp_path: Path) -> None:
+def test_report_on_settings_ignores_load_on_the_machine(tmp_path: Path) -> None:
     flags = ["other programs kept 1.3 of 2 processors busy"]
     plain = read(sweep_over_rates(tmp_path / "s", flags=flags, neighbours=2).write())[2]
     assert plain["lead"]["point"] == "optim.lr=0.003"
@@ -172,7 +172,7 @@ def test_baseline_is_the_first_value_of_the_sweep_whatever_the_random_order(tmp_
 
 
 @pytest.mark.parametrize("baseline", ["optim.lr=1e-2", "optim.lr=0.01"])
-def test_baseline_of_the_config_is_compared_with(tmp_path: Path, baseline: str) -> None:
+def test_report_compares_settings_with_the_baseline_in_the_config(tmp_path: Path, baseline: str) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": baseline}}).write())[2]
     assert {contrast["b"] for contrast in compared(plain).values()} == {"optim.lr=0.01"}
 
@@ -220,7 +220,7 @@ def test_settings_on_different_images_are_not_compared(tmp_path: Path) -> None:
     assert [(group["group"], len(group["settings"])) for group in groups] == [("data unknown", 3), ("data other", 1)]
 
 
-def test_setting_that_lost_runs_has_a_note(tmp_path: Path) -> None:
+def test_report_has_a_note_on_a_setting_of_which_runs_failed(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     path = sweep.folder / "2" / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "not_finite"}))

@@ -180,7 +180,7 @@ def test_augmentation_does_not_depend_on_earlier_draws() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])])
-def test_erasing_without_transform_depends_on_copy_and_epoch_in_any_layout(num_workers: int) -> None:
+def test_random_erasing_of_an_image_copy_is_the_same_on_any_number_of_ranks_and_workers(num_workers: int) -> None:
     """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets different boxes."""
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     erased: list[dict[int, Tensor]] = []

@@ -74,7 +74,7 @@ def test_confirmation_trains_best_trial_and_default_settings_with_new_seeds(
     assert {job.folder.partition("_block")[0] for job in jobs.jobs} == {"0_default", "1_best"}
 
 
-def test_confirmation_trains_one_configuration_when_the_trial_has_the_default_settings(
+def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_them(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")

@@ -160,7 +160,7 @@ def test_hanging_tracker_is_left_at_the_end_and_does_not_delay_the_others(
     assert trackers.END_SECONDS <= 10
 
 
-def test_full_queue_drops_calls_at_once_with_one_line(
+def test_full_queue_of_a_tracker_drops_calls_at_once_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
 ) -> None:
     monkeypatch.setattr(trackers, "LONGEST_QUEUE", 5)
@@ -172,7 +172,7 @@ def test_full_queue_drops_calls_at_once_with_one_line(
     assert warnings(caplog) == ["tracker first: is too slow: 5 calls are waiting; the run continues without it"]
 
 
-def test_run_id_is_stored_in_the_run_folder(tmp_path: Path) -> None:
+def test_run_id_of_a_tracker_is_stored_in_the_run_folder(tmp_path: Path) -> None:
     first, second = (Tracker(ResolvedConfig(), tmp_path, 0).run_id(lambda id=id: id) for id in ("a1", "b2"))
     assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
 
@@ -195,7 +195,7 @@ def test_sweep_is_named_by_the_folder_that_has_jobs_json(tmp_path: Path) -> None
         (("tracker=[tensorboard,mlflow]",), ["tensorboard", "mlflow"]),
     ],
 )
-def test_tracker_group_chooses_classes(
+def test_tracker_option_selects_the_tracker_class(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: list[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "file"}))
@@ -286,7 +286,7 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_tool_holds_the_whole_run_after_a_resume(train: Train, tmp_path: Path) -> None:
+def test_tracker_holds_the_whole_run_after_a_resume(train: Train, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
     environment = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET, "MLFLOW_TRACKING_PASSWORD": f"{SECRET}1"}
@@ -362,7 +362,7 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.slow(seconds=40)
 @pytest.mark.processes
-def test_server_that_never_answers_delays_the_end_only(train: Train, silent_server: str) -> None:
+def test_tracker_server_that_never_answers_delays_only_the_end_of_a_run(train: Train, silent_server: str) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": SECRET}

@@ -96,9 +96,10 @@ def test_report_on_tuning_names_fastest_settings_and_their_command(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_report_on_tuning_prefers_fewer_changes_when_speeds_are_equal(tmp_path: Path) -> None:
+def test_report_on_tuning_prefers_fewer_changes_unless_more_are_shown_to_be_faster(tmp_path: Path) -> None:
     both = "train.precision=bf16 model.channels_last=true"
-    speeds = {"": [100, 101, 100], "model.channels_last=true": [120, 121, 120], both: [120.2, 121, 120.1]}
+    # The difference between the two is inconclusive.
+    speeds = {"": [100, 108, 95], "model.channels_last=true": [150, 145, 155], both: [149, 160, 158]}
     winner = tuned(tmp_path / "sweep", speeds)["contrast"]["a"]
     assert "train.precision=fp32" in winner and "model.channels_last=true" in winner
 
@@ -149,7 +150,7 @@ def test_tuning_is_refused_when_settings_do_not_fit(tmp_path: Path, overrides: t
     assert not (tmp_path / "sweep").exists()
 
 
-def test_tuning_tries_each_distinct_setting_once_within_the_cores(
+def test_tuning_tries_each_distinct_setting_once_and_no_more_threads_than_cores(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)

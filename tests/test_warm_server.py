@@ -71,7 +71,7 @@ def trains(folder: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def test_forked_job_equals_the_same_run_and_has_only_its_environment(
+def test_forked_job_gives_the_result_of_a_command_and_does_not_inherit_variables(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
@@ -110,7 +110,7 @@ def test_forked_job_has_its_session_cores_and_start_time_and_saves_when_stopped(
     assert not processes_of(folder)
 
 
-def test_server_death_kills_its_jobs_and_marks_them_lost(
+def test_death_of_the_warm_server_kills_its_jobs_and_marks_them_lost(
     tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = frozen(tmp_path / "job", *FOREVER)
@@ -145,7 +145,7 @@ def test_sweep_continues_its_jobs_as_commands_when_the_server_is_killed(tmp_path
     assert read_result(folder / "0").parameters_hash == read_result(alone).parameters_hash
 
 
-def test_signal_before_the_server_is_ready_ends_it_and_its_job(tmp_path: Path, server: WarmServer) -> None:
+def test_signal_before_the_warm_server_is_ready_ends_it_and_its_job(tmp_path: Path, server: WarmServer) -> None:
     folder = frozen(tmp_path / "job")
     job = start(server, folder)
     job.send_signal(signal.SIGINT)
@@ -162,12 +162,14 @@ def test_signal_before_the_server_is_ready_ends_it_and_its_job(tmp_path: Path, s
         (("parallel=single", "sweep.timed=true"), False),
     ],
 )
-def test_server_takes_untimed_jobs_of_one_rank(tmp_path: Path, overrides: tuple[str, ...], is_taken: bool) -> None:
+def test_warm_server_forks_only_untimed_jobs_of_one_rank(
+    tmp_path: Path, overrides: tuple[str, ...], is_taken: bool
+) -> None:
     config = frozen_config(frozen(tmp_path / "job", *overrides))
     assert WarmServer().takes(config) == is_taken
 
 
-def test_server_refuses_jobs_when_a_library_variable_has_changed(
+def test_warm_server_forks_no_job_when_a_library_variable_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = frozen(tmp_path / "job")
@@ -178,7 +180,7 @@ def test_server_refuses_jobs_when_a_library_variable_has_changed(
     job.send_signal(signal.SIGTERM)
 
 
-def test_server_refuses_jobs_when_the_code_has_changed(
+def test_warm_server_forks_no_job_when_the_code_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command would run the new code, and the job's environment.json and code.diff would describe it."""
@@ -195,7 +197,7 @@ def test_server_refuses_jobs_when_the_code_has_changed(
     job.send_signal(signal.SIGTERM)
 
 
-def test_server_refuses_to_fork_when_an_import_has_started_a_thread() -> None:
+def test_warm_server_refuses_to_fork_when_an_import_has_started_a_thread() -> None:
     event = threading.Event()
     thread = threading.Thread(target=event.wait)
     thread.start()
@@ -217,7 +219,7 @@ def test_forked_process_exits_with_the_code_of_its_work(ending: str, code: int) 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
-def test_failed_preload_is_printed_and_loses_the_jobs(
+def test_warm_server_prints_a_failed_import_and_its_jobs_are_lost(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"

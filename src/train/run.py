@@ -223,7 +223,7 @@ class Trainer:
         return evaluation
 
     def stop(self) -> NoReturn:
-        """Save a checkpoint and exit after a stop signal, possibly between sync steps or before an evaluation."""
+        """Save a checkpoint and exit after a stop signal. Works after any step, also between two logged steps."""
         self.save(is_best=False)
         number = self.group.stop.signal
         assert number is not None

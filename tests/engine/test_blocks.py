@@ -78,7 +78,7 @@ def test_blocks_keep_the_written_order_without_shuffle(tmp_path: Path, five: lis
         assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
-def test_block_b_repeats_the_first_block_with_seed_increased_by_b(tmp_path: Path, five: list[Point]) -> None:
+def test_repeat_b_of_a_sweep_has_the_seed_of_the_first_plus_b(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five)
     first = {tuple(job.overrides): job for job in blocks_of(jobs)[0]}
     for job in jobs.jobs:
@@ -149,7 +149,7 @@ def run_all(jobs: Jobs, noise: float, failing: str = "", noisy: str = "", on: st
 
 
 @pytest.mark.parametrize(("noise", "blocks"), [(0.001, 3), pytest.param(0.1, 6, marks=pytest.mark.slow)])
-def test_auto_adds_blocks_until_intervals_are_narrow_or_limit_is_reached(
+def test_sweep_repeats_auto_adds_repeats_until_intervals_are_narrow_or_limit_is_reached(
     tmp_path: Path, five: list[Point], noise: float, blocks: int
 ) -> None:
     """Blocks differ by half their speed. This does not add blocks, because the analysis removes block effects."""
@@ -163,7 +163,7 @@ def test_auto_adds_blocks_until_intervals_are_narrow_or_limit_is_reached(
 
 
 @pytest.mark.parametrize(("on", "blocks"), [("cpu", 3), pytest.param("cuda", 4, marks=pytest.mark.slow)])
-def test_auto_adds_blocks_only_for_ratios_shown_in_the_report(
+def test_sweep_repeats_auto_adds_repeats_only_while_a_reported_ratio_is_imprecise(
     tmp_path: Path, five: list[Point], on: str, blocks: int
 ) -> None:
     """dp on CPU is not compared, so its noise does not add blocks. The noise of dp on CUDA does."""
@@ -174,7 +174,7 @@ def test_auto_adds_blocks_only_for_ratios_shown_in_the_report(
 
 
 @pytest.mark.slow
-def test_auto_drops_configurations_that_failed_in_the_first_block(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_auto_does_not_repeat_configurations_that_failed(tmp_path: Path, five: list[Point]) -> None:
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)
     jobs = freeze_jobs(tmp_path, five, five[0].config.sweep, order_seed=1)
@@ -211,7 +211,9 @@ def test_jobs_file_from_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
-def test_benchmark_configs_have_enough_steps_for_any_batch_size(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_experiment_has_enough_training_data_for_its_steps(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weak scaling on eight devices has four steps per epoch."""
     from src.engine.machine import hardware
 

@@ -141,7 +141,7 @@ print(spinning, steps(1.5))
 @linux
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="one core")
-def test_idle_openmp_teams_keep_two_threads_on_one_core_from_spinning() -> None:
+def test_openmp_threads_sleep_at_barriers_when_idle_teams_exist() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", ON_ONE_CORE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

@@ -72,7 +72,7 @@ def test_forecast_interval_from_noisy_measurements_contains_true_value() -> None
     assert held >= 2
 
 
-def test_forecast_from_two_device_counts_is_unchecked_and_from_one_is_refused() -> None:
+def test_forecast_has_no_error_estimate_with_two_device_counts_and_is_refused_with_one() -> None:
     answer = forecast(strong(1, 2))
     assert answer.error is None
     assert answer.residual < 0.01
@@ -82,7 +82,7 @@ def test_forecast_from_two_device_counts_is_unchecked_and_from_one_is_refused() 
         forecast(strong(2))
 
 
-def test_notes_name_costs_at_their_bound_and_count_flagged_runs() -> None:
+def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
     # A step takes the same time for any batch, and the all-reduce takes no time.
     flat = [Measured(n, 256, 0.02, 1000 if n > 1 else 0, 1e-9 if n > 1 else None) for n in (1, 2, 4)]

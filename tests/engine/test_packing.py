@@ -110,7 +110,7 @@ def test_scheduler_keeps_job_order_when_jobs_run_one_at_a_time() -> None:
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])
 
 
-def test_job_short_of_memory_starts_only_when_no_other_job_runs() -> None:
+def test_next_job_waits_for_the_end_of_others_when_memory_is_short() -> None:
     scheduler = DeviceScheduler(EIGHT)
     assert scheduler.start_next([(0, cuda(1)), (1, cuda(1))], lambda: False) == (0, ["GPU-0"])
     assert scheduler.start_next([(1, cuda(1))], lambda: False) is None

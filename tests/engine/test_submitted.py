@@ -132,7 +132,7 @@ def search(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_search_submits_all_trials(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_submits_all_its_trials_to_slurm(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.engine.search.page.draw_study", lambda study, metric: [])
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"

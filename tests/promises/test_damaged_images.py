@@ -137,7 +137,7 @@ def test_image_is_no_longer_skipped_when_it_becomes_readable_again() -> None:
         assert loader.unreadable == unreadable
 
 
-def test_fetcher_raises_after_100_unreadable_images_in_a_row() -> None:
+def test_loader_raises_after_100_unreadable_images_in_a_row() -> None:
     class Split:
         def __len__(self) -> int:
             return 1000
@@ -149,7 +149,7 @@ def test_fetcher_raises_after_100_unreadable_images_in_a_row() -> None:
         BatchFetcher(Split(), 99, None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
-def test_fetcher_does_not_skip_exceptions_other_than_unreadable_images() -> None:
+def test_loader_skips_only_unreadable_images_and_no_other_exceptions() -> None:
     class Split:
         def __len__(self) -> int:
             return 3

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from src.engine.analysis.recommendation import Recommendation, command, disturbed_sentence
-from src.engine.analysis.selection import choose
 from src.engine.analysis.settings import Setting, SettingGroup
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast
+from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, decide, estimate
 from src.engine.analysis.wording import figure, interval_text, percent, times
 from src.engine.machine.text import plural
 
@@ -48,9 +47,9 @@ def _keys(overrides: Sequence[str]) -> set[str]:
 
 
 def recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Recommend the settings that are shown to train fastest; if none is faster, state the detectable gain.
+    """Recommend settings that are shown to train faster than the current ones; if none is, state the detectable gain.
 
-    Of settings that are equally fast to within `sweep.smallest_difference`, recommend those with the fewest changes.
+    Settings with more changes are recommended only if they are also shown to be faster than those with fewer.
     """
     runs = [run for setting in group.settings for run in setting.runs]
     if 2 * sum(bool(run.flags) for run in runs) > len(runs):
@@ -58,12 +57,18 @@ def recommend_fastest(group: SettingGroup) -> Recommendation:
     baseline, repeats = group.baseline, plural(group.blocks, "repeat")
     shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
     smallest = float(runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
-    chosen = choose(group.rows, [setting.label for setting in group.settings], smallest)
-    if not shown or chosen is None:
+    if not shown:
         return Recommendation(group, _no_gain(group, smallest))
-    # The choice may be a setting without a supported gain of its own.
-    contrast = shown.get(chosen[0]) or max(shown.values(), key=lambda contrast: contrast.ratio or 0)
-    winner = group.named(contrast.a)
+    # In the order of the sweep, which is that of the number of changes.
+    labels = [setting.label for setting in group.settings if setting.label in shown]
+    pairs = [(b, a) for place, a in enumerate(labels) for b in labels[place + 1 :]]
+    among = decide(estimate(group.rows, pairs, group.scale), smallest)
+    faster = {(contrast.a, contrast.b) for contrast in among if contrast.verdict == SUPPORTED}
+    label = labels[0]
+    for other in labels[1:]:
+        if (other, label) in faster:
+            label = other
+    contrast, winner = shown[label], group.named(label)
     sentences = [
         f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current settings{interval_text(contrast)}, "
         f"from {repeats}.",

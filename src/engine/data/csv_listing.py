@@ -124,7 +124,7 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
     if classes is None:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
-                f"data.root={path}: no image for val; set data.val_fraction=0.2, data.fold, or a column split"
+                f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or add a column named split"
             )
         check_splits(listing, data)
     return names, listing

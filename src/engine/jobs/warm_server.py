@@ -161,6 +161,6 @@ class ForkedJob:
 
 
 def _files_and_variables() -> dict[str, str]:
-    """Return the READ_AT_LOAD variables and the modification times of code files, which the server reads only once."""
+    """Return what a process reads only at its start: variables in READ_AT_LOAD, and (the times of) our code files."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {str(path): str(path.stat().st_mtime_ns) for path in (ROOT / "src").rglob("*.py")}

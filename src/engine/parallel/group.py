@@ -157,7 +157,7 @@ class BufferSync:
                 self._group.broadcast(buffer)
 
     def by_rank(self, model: nn.Module) -> Tensor | None:
-        """Gather all ranks' float buffers, [ranks, numbers], if evaluation averages them, else None. Collective."""
+        """Gather all ranks' float buffers as a row per rank. Return None if evaluation does not average them. Collective."""
         buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if not self._averages or not buffers:
             return None

@@ -96,9 +96,9 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Call `is_true` on each run of `strategy`. Return a claim's result: supported if no call returns False.
+        """Check a statement (claim) on each run of `strategy`. Return its result: supported unless `is_true` is False for a run.
 
-        `is_true` returns None if a run lacks the record. `failed`: further runs, failed because the claim is false there.
+        `is_true` returns None for a run without the needed record. `failed`: runs whose failure contradicts the claim.
         """
         answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(failed, False)
         known = {run: answer for run, answer in answers.items() if answer is not None}

@@ -127,7 +127,7 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
 
 
 def _draw(report: Report, folder: Path) -> Drawn:
-    """Draw plots of the first groups only, which limits the size of report.html. Write each plot and its data to files."""
+    """Draw the plots of the first groups of runs (all would make the page too large). Write each plot and its data to files."""
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
     # Below a comparison of settings, the speed of a group with one configuration is in the table.

@@ -39,7 +39,9 @@ def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, 
         raise RuntimeError("the ranks start with different parameters; does the model draw random numbers elsewhere?")
     measured, requested = measured_world_size(strategy), strategy.config.devices
     if measured != requested:
-        raise RuntimeError(f"world size: {requested} devices were requested, but {measured} take part")
+        raise RuntimeError(
+            f"world size: {requested} devices were requested, but {measured} take part in training; start as many ranks as devices"
+        )
     return measured, digest
 
 

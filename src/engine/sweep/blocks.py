@@ -119,7 +119,7 @@ def append_baseline(jobs: Jobs) -> None:
 
 
 def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """Return True if a speed ratio's confidence interval is wider than sweep.precision allows. All jobs must have ended."""
+    """Return True if a sweep needs another repeat: a speed ratio is less precise than sweep.precision. Call it between jobs."""
     from src.engine.analysis.contrasts import SPEED, with_contrasts
     from src.engine.analysis.groups import group_runs
     from src.engine.report.collect import collect  # slow to import

@@ -63,7 +63,7 @@ class Composer:
         return override.is_hydra_override() or (is_group and not isinstance(override.value(), dict))
 
     def _base(self, overrides: list[str]) -> _Base:
-        """Compose the config of `overrides`, which select files; return a cached one if they occurred before."""
+        """Compose the config for overrides of config groups (`model=tiny`). Cached, because many configurations share one."""
         if tuple(overrides) not in self._bases:
             tree = self._command.loader.load_sweep_config(self._command.tree, overrides)
             self._bases[tuple(overrides)] = _Base(pickle.dumps(tree), _merged(tree))
