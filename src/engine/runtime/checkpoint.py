@@ -100,9 +100,7 @@ def load(path: Path) -> dict[str, Any]:
         # torch's own message advises to load the file without weights_only.
         if type(error).__name__ == "UnpicklingError":
             reason = "it holds more than tensors and plain values"
-        raise ValueError(
-            f"{path}: a damaged checkpoint, or another kind of file ({reason}); use another checkpoint"
-        ) from None
+        raise ValueError(f"{path}: damaged, or not a checkpoint ({reason}); use another one") from None
     if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
         raise ValueError(f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder of a run")
     if contents["format"] > FORMAT:
