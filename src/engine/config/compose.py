@@ -71,9 +71,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
             # A block of Hydra's config is null, or hydra.job.env_copy names a variable that is not set.
             params = (word.input_line for word in overrides if word.key_or_group.startswith("hydra.sweeper.params"))
             given = next(params, "hydra")
-            raise ValueError(
-                f"{given}: an invalid value below hydra.; leave it out, and sweep with -m key=a,b"
-            ) from None
+            raise ValueError(f"{given}: invalid value below hydra.; leave it out (sweep with -m key=a,b)") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         if not arguments.multirun:
