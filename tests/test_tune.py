@@ -137,7 +137,8 @@ def tune(*overrides: str) -> int:
     [
         (("seed=1,2",), "sweep.tune"),
         (("sweep.jobs=2",), "sweep.jobs"),
-        (("sweep.repeats=auto",), "sweep.repeats"),
+        (("sweep.repeats=auto",), r"sweep\.repeats=auto"),
+        (("search=optuna",), r"search="),
         (("train.evaluate_every=1",), "train.evaluate_every"),
         (("sweep.tune=['train.precision=fp32']",), r"sweep\.tune=\['train\.precision=fp32'\]"),
         (("sweep.tune=['train.precission=bf16']",), r"sweep\.tune: train\.precission=bf16: "),

@@ -27,6 +27,9 @@ def run_multirun(
     if earlier is None:
         for line in dict.fromkeys(line for point in points for line in point.notices):
             print(line, flush=True)
+    if settings.tune and earlier is None:
+        check_jobs_data([point.config for point in points if not point.reason], check_data)
+        return start_tuning(command, points)
     if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
         # Imported here, because only a search needs Optuna.
         from src.engine.search.search import resume_search, start_search
@@ -39,8 +42,6 @@ def run_multirun(
     if earlier is not None:
         return resume_sweep(earlier, command, check_data)
     check_jobs_data([point.config for point in points if not point.reason], check_data)
-    if settings.tune:
-        return start_tuning(command, points)
     if settings.dry_run:
         show_points(points, settings, training_size)
         return 0

@@ -88,10 +88,10 @@ def _no_gain(group: SettingGroup, smallest: float) -> str:
 
 
 def _memory(winner: Setting, baseline: Setting) -> list[str]:
-    peaks = [max((peak.median for peak in setting.peak_bytes), default=None) for setting in (winner, baseline)]
-    if None in peaks:
+    if not (winner.peak_bytes and baseline.peak_bytes):
         return []
-    of_winner, of_baseline = (figure((peak or 0) / 2**20) for peak in peaks)
+    peaks = [max(peak.median for peak in setting.peak_bytes) for setting in (winner, baseline)]
+    of_winner, of_baseline = (figure(peak / 2**20) for peak in peaks)
     return [f"Peak memory: {of_winner} MiB instead of {of_baseline} MiB."]
 
 

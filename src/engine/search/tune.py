@@ -40,8 +40,12 @@ def start_tuning(command: Command, points: list[Point]) -> int:
         )
     if config.cluster.scheduler != "local":
         raise ValueError("sweep.tune: measures this machine; run it with cluster=local on the node that will train")
-    if settings.jobs != 1 or settings.repeats in ("auto", 1):
-        raise ValueError("sweep.tune: expected sweep.jobs=1 and a number of sweep.repeats, 2 or more")
+    if command.config.search.sampler is not None:
+        raise ValueError("sweep.tune: tries a list of settings, and search=… searches values; use one of the two")
+    if settings.jobs != 1:
+        raise ValueError(f"sweep.jobs={settings.jobs}: sweep.tune times its jobs, so each runs alone; use sweep.jobs=1")
+    if settings.repeats in ("auto", 1):
+        raise ValueError(f"sweep.repeats={settings.repeats}: sweep.tune needs a number, 2 or more; use sweep.repeats=5")
     if config.train.max_steps is None or config.train.evaluate_every != 0:
         raise ValueError("sweep.tune: measures short runs; set train.max_steps, and train.evaluate_every=0")
     if points[0].reason:
