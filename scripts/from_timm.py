@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 
 from src.engine.config.arguments import CommandLine, errors_in_one_line, parse_command_line
 from src.engine.config.compose import CONF, compose_command
-from src.schema import Config, leaves
+from src.engine.keys import leaves
+from src.schema import Config
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}  # by older versions of train.py
@@ -198,10 +199,8 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
     """Return config-group overrides (data=…), and the remaining settings to write, in the order of our keys."""
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
-    bases: Any = [
-        asdict(compose_command(parse_command_line([*options, f"data.name={name}", ROOT])).config),
-        asdict(Config()),
-    ]
+    command = compose_command(parse_command_line([*options, f"data.name={name}", ROOT]))
+    bases: Any = [asdict(command.config), asdict(Config())]
     order = [key for key, _, _ in leaves(Config())]
 
     def is_default(key: str) -> bool:

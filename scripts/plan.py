@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
     if images is not None and classes is None:
         raise ValueError(f"images={images}: needs classes too, e.g. classes=1000")
 
-    from src.commands.plan import plan, show
+    from src.commands.plan import plan
+    from src.engine.forecast.plan import show
 
     plans = plan(arguments.overrides, arguments.devices, None if images is None else (images, classes))
     if arguments.json:

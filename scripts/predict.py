@@ -55,9 +55,10 @@ def main(argv: list[str]) -> int:
 
 
 def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
-    from src.commands.predict import PredictionRequest, predict, write
+    from src.commands.predict import PredictionRequest, predict
     from src.engine.launch.rendezvous import open_store
     from src.engine.machine.process import kill_on_parent_exit
+    from src.engine.runtime.predictions import write_predictions
 
     started = time.monotonic()
     request = PredictionRequest(
@@ -78,7 +79,7 @@ def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
         form = given.format or "console"
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"
-        write(predictions, form, given.output)
+        write_predictions(predictions, form, given.output)
         unreadable = sum(not image.classes for image in predictions)
         print(
             f"{len(predictions)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr

@@ -20,7 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.engine.config.compose import CONF
-from src.schema import Config, leaves
+from src.engine.keys import leaves
+from src.schema import Config
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 # ${other.key}, or ??? for a value that the command line must give.

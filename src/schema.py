@@ -1,7 +1,8 @@
-"""Every key that can be set, with its type, default, bounds and help. The YAML under `conf/` is merged into this tree.
+"""Every key that a fork may edit, with its type, default, bounds and help. The YAML under `conf/` is merged into `Config`.
 
-train.py rejects a key that is not declared here, wherever it is set: `python train.py modle=resnet18`. Free dictionaries
-appear only where a third-party constructor reads them (`kwargs`). `make schema` writes docs/keys.md and conf/schema.json.
+Keys of the launcher, sweeps, searches and trackers are in src/engine/keys.py. train.py rejects an undeclared key, wherever it
+is set: `python train.py modle=resnet18`. Free dictionaries appear only where a third-party constructor reads them (`kwargs`).
+`make schema` writes docs/keys.md and conf/schema.json.
 
 A rule that ties keys together is a line of the method `problems` of the group that it concerns. The engine refuses a config
 by the first line that any group yields: key, value and fix. In a sweep such a point is skipped.
@@ -10,13 +11,25 @@ by the first line that any group yields: key, value and fix. In a sweep such a p
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.engine.keys import (
+    ClusterConfig,
+    PathsConfig,
+    SearchConfig,
+    SweepConfig,
+    TrackerConfig,
+    choice,
+    is_own_class,
+    is_regular_expression,
+    key,
+    number,
+)
 from src.engine.machine.text import yaml_text
+from src.engine.metric import Metric
 
 # Built-in strategies and datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
 STRATEGIES = {
@@ -32,8 +45,6 @@ DATASETS = {
     "csv": "src.data.datasets.Csv",
     "timm": "src.data.timm_datasets.TimmImages",
 }
-# Built-in trackers: name of the package, and of the file in src/engine/trackers/ -> class.
-TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
@@ -54,35 +65,6 @@ OPTIMIZERS_OF_PARTS = (
     *("lambw", "laprop", "lars", "lion", "madgrad", "momentum", "nadam", "nadamw", "nesterov", "nesterovw", "radam"),
     *("radamw", "rmsprop", "rmsproptf", "sgd", "sgdw"),
 )
-# Keys of older versions -> their last default. A saved config may still hold such a key with this value, which names what is
-# always done now (src/engine/config/removed.py).
-REMOVED: dict[str, Any] = {
-    "train.on_nonfinite": "stop",
-    "train.max_skipped": 10,
-    "cluster.setup": None,
-    "cluster.extra": [],
-}
-
-
-Bound = float | None
-
-
-def key(default: Any, *, help: str, only: str = "", **rules: Any) -> Any:
-    """Declare a config key. `help` is one sentence; `only`: the strategy that reads the key; empty: all."""
-    metadata = {"help": help, "only": only, **rules}
-    if isinstance(default, dict | list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def choice(default: Any, *allowed: Any, help: str, only: str = "") -> Any:
-    """Declare a config key whose value must be one of `allowed`."""
-    return key(default, help=help, choices=allowed, only=only)
-
-
-def number(default: Any, *, help: str, ge: Bound = None, gt: Bound = None, le: Bound = None, only: str = "") -> Any:
-    """Declare a config key for a finite number, >= `ge`, > `gt` and <= `le`. The only allowed text is `auto`."""
-    return key(default, help=help, ge=ge, gt=gt, le=le, only=only)
 
 
 @dataclass
@@ -122,7 +104,7 @@ class ModelConfig:
             yield f"model.weights={self.weights}: conflicts with model.pretrained=true; set one of them"
         if isinstance(self.freeze, int) and self.freeze < 1:
             yield f"model.freeze={self.freeze}: expected a number of groups >= 1, backbone, or a regular expression"
-        if isinstance(self.freeze, str) and not _is_regular_expression(self.freeze):
+        if isinstance(self.freeze, str) and not is_regular_expression(self.freeze):
             yield f"model.freeze={self.freeze}: not a regular expression; give backbone, a number, or e.g. '(stem|layer1)'"
         if self.weights is None and not self.weights_strict:
             yield "model.weights_strict=false: has no effect without model.weights=<file>"
@@ -131,9 +113,9 @@ class ModelConfig:
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
         metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.objective}
-        for key, metric in metrics.items():
+        for name, metric in metrics.items():
             if metric.endswith("_ema") and self.ema.decay is None:
-                yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
+                yield f"{name}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
         if self.pretrained and is_own_class(self.name):
             yield f"model.pretrained=true: timm has no weights for {self.name}; give a file: model.weights=<file>"
         if self.sync_bn and not whole.parallel.has_ranks:
@@ -189,16 +171,16 @@ class AugmentConfig:
             "mixup_switch_prob": ("mixup and cutmix", self.mixup and (self.cutmix or self.cutmix_minmax)),
             **dict.fromkeys(("mixup_prob", "mixup_mode", "mixup_off_epoch"), ("mixup or cutmix", self.mixes)),
         }
-        for key, (others, is_met) in needed.items():
-            if getattr(self, key) != getattr(AugmentConfig, key) and not is_met:
-                yield f"data.augment.{key}={getattr(self, key)}: has no effect without data.augment.{others}"
-        for key in ("scale", "ratio", "cutmix_minmax"):
-            pair = getattr(self, key)
+        for name, (others, is_met) in needed.items():
+            if getattr(self, name) != getattr(AugmentConfig, name) and not is_met:
+                yield f"data.augment.{name}={getattr(self, name)}: has no effect without data.augment.{others}"
+        for name in ("scale", "ratio", "cutmix_minmax"):
+            pair = getattr(self, name)
             if pair is not None and (len(pair) != 2 or not 0 < pair[0] <= pair[1]):
-                yield f"data.augment.{key}={pair}: expected [smallest, largest], two numbers above 0"
+                yield f"data.augment.{name}={pair}: expected [smallest, largest], two numbers above 0"
         if self.crop_padding and is_cropped:
-            key = "train_crop_mode" if self.scale is None else "scale"
-            yield f"data.augment.crop_padding={self.crop_padding}: conflicts with data.augment.{key}; set one of them"
+            other = "train_crop_mode" if self.scale is None else "scale"
+            yield f"data.augment.crop_padding={self.crop_padding}: conflicts with data.augment.{other}; set one of them"
         if self.color_jitter and self.aa is not None and "3a" not in self.aa:
             yield f"data.augment.color_jitter={self.color_jitter}: timm leaves it out next to data.augment.aa={self.aa}; set one"
         if self.cutmix_minmax and not self.cutmix_minmax[0] < self.cutmix_minmax[-1] <= 1:
@@ -246,9 +228,9 @@ class DataConfig:
             yield f"data.batch_size={self.batch_size} and data.batch_size_per_device={per_device}: set one, the other to null"
         if self.eval_image_size is not None and self.name in MADE_IN_MEMORY:
             yield f"data.eval_image_size={self.eval_image_size}: images of {self.name} have one size; leave it at null"
-        for key, values in (("mean", self.mean), ("std", self.std)):
+        for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and not all(0 <= value <= 1 for value in values):
-                yield f"data.{key}={values}: expected a number in 0..1 per channel"
+                yield f"data.{name}={values}: expected a number in 0..1 per channel"
         if self.std is not None and 0 in self.std:
             yield f"data.std={self.std}: must be above 0"
         if self.balance and self.augment.aug_repeats > 1:
@@ -264,17 +246,17 @@ class DataConfig:
             "group_pattern": ("folder",),
             "fold": ("csv",),
         }
-        for key, names in readers.items():
-            if getattr(self, key) is not None and not (self.name in names or is_own_class(self.name)):
-                yield f"data.{key}={getattr(self, key)}: only data={' and data='.join(names)} read it, not data={self.name}"
-        for key in ("test_fraction", "group_pattern"):
-            if getattr(self, key) is not None and self.val_fraction is None:
-                yield f"data.{key}={getattr(self, key)}: set data.val_fraction too"
+        for name, datasets in readers.items():
+            if getattr(self, name) is not None and not (self.name in datasets or is_own_class(self.name)):
+                yield f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} read it, not data={self.name}"
+        for name in ("test_fraction", "group_pattern"):
+            if getattr(self, name) is not None and self.val_fraction is None:
+                yield f"data.{name}={getattr(self, name)}: set data.val_fraction too"
         if (self.val_fraction or 0) + (self.test_fraction or 0) >= 1:
             yield f"data.val_fraction={self.val_fraction}: with data.test_fraction it must be below 1"
         if self.fold is not None and self.val_fraction is not None:
             yield f"data.fold={self.fold}: data.val_fraction={self.val_fraction} chooses val already; set one"
-        if self.group_pattern is not None and not _is_regular_expression(self.group_pattern):
+        if self.group_pattern is not None and not is_regular_expression(self.group_pattern):
             yield f"data.group_pattern={self.group_pattern}: not a regular expression; e.g. '(patient_[0-9]+)'"
 
 
@@ -338,20 +320,20 @@ class ParallelConfig:
         strategy = self.strategy
         if strategy == "single" and self.devices not in ("auto", 1):
             yield f"parallel.devices={self.devices}: single uses one device; choose parallel=ddp or parallel=dp"
-        for key, owner in strategy_options().items():
-            if getattr(self, key) is not None and strategy != owner:
-                yield f"parallel.{key}={getattr(self, key)}: an option of {owner}, but parallel={strategy}"
-        for key in ("device_ids", "output_device"):
-            without = ("auto", "single", "fsdp") if key == "output_device" else ("auto", "single")
-            if getattr(self, key) is not None and strategy in without:
-                yield f"parallel.{key}={getattr(self, key)}: an option of dp and ddp, but parallel={strategy}"
+        for name, owner in strategy_options().items():
+            if getattr(self, name) is not None and strategy != owner:
+                yield f"parallel.{name}={getattr(self, name)}: an option of {owner}, but parallel={strategy}"
+        for name in ("device_ids", "output_device"):
+            without = ("auto", "single", "fsdp") if name == "output_device" else ("auto", "single")
+            if getattr(self, name) is not None and strategy in without:
+                yield f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but parallel={strategy}"
         if is_own_class(strategy):
             if self.process_per_device is None:
                 yield f"parallel.process_per_device: {strategy} needs it; set true (a rank per device) or false (one process)"
         else:
-            for key in ("process_per_device", "options"):
-                if getattr(self, key) not in (None, {}):
-                    yield f"parallel.{key}={getattr(self, key)}: an option of your own strategy classes, but parallel={strategy}"
+            for name in ("process_per_device", "options"):
+                if getattr(self, name) not in (None, {}):
+                    yield f"parallel.{name}={getattr(self, name)}: an option of your own strategy classes, but parallel={strategy}"
         if self.max_restarts and not self.has_ranks:
             yield f"parallel.max_restarts={self.max_restarts}: an option of ddp and fsdp, but parallel={strategy}"
         if self.broadcast_buffers and self.dist_bn == "reduce":
@@ -413,16 +395,16 @@ class OptimConfig:
         length = epochs - before - (self.cooldown_epochs if self.sched in ("wsd", "rsqrt") else 0)
         if self.decay_epochs is not None and self.decay_epochs >= length:
             yield f"optim.decay_epochs={self.decay_epochs}: must be below {length:g}, train.epochs without warm-up and cool-down"
-        for key, schedules in (("decay_milestones", ("multistep",)), ("decay_epochs", ("step", "wsd", "rsqrt"))):
-            if getattr(self, key) is not None and self.sched not in schedules:
-                yield f"optim.{key}={getattr(self, key)}: has no effect with optim.sched={self.sched}"
-        for key in self.sched_kwargs:
-            if self.sched not in SCHEDULES_WITH.get(key, (self.sched,)):
-                yield f"optim.sched_kwargs.{key}: has no effect with optim.sched={self.sched}"
-            if hasattr(self, key):
-                yield f"optim.sched_kwargs.{key}: set optim.{key} instead"
-            if key in DERIVED_ARGUMENTS:
-                yield f"optim.sched_kwargs.{key}: follows from other keys, e.g. train.epochs; leave it out"
+        for name, schedules in (("decay_milestones", ("multistep",)), ("decay_epochs", ("step", "wsd", "rsqrt"))):
+            if getattr(self, name) is not None and self.sched not in schedules:
+                yield f"optim.{name}={getattr(self, name)}: has no effect with optim.sched={self.sched}"
+        for name in self.sched_kwargs:
+            if self.sched not in SCHEDULES_WITH.get(name, (self.sched,)):
+                yield f"optim.sched_kwargs.{name}: has no effect with optim.sched={self.sched}"
+            if hasattr(self, name):
+                yield f"optim.sched_kwargs.{name}: set optim.{name} instead"
+            if name in DERIVED_ARGUMENTS:
+                yield f"optim.sched_kwargs.{name}: follows from other keys, e.g. train.epochs; leave it out"
 
     def _problems_of_parts(self) -> Iterator[str]:
         """Yield an error for each setting that needs unsharded tensors, because fsdp shards parameters and gradients."""
@@ -473,6 +455,8 @@ class TrainConfig:
 
     def _task_problems(self, whole: Config) -> Iterator[str]:
         """Yield an error for each key that does not fit train.task."""
+        from src.train.metrics import metrics_of
+
         weights, data = self.class_weights, whole.data
         is_list = isinstance(weights, list) and all(isinstance(w, int | float) and w >= 0 for w in weights)
         if weights not in (None, "auto") and not is_list:
@@ -480,14 +464,12 @@ class TrainConfig:
         if not is_own_class(self.loss) and self.task not in loss_tasks()[self.loss]:
             fitting = ", ".join(name for name, tasks in loss_tasks().items() if self.task in tasks)
             yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"
-        for key, metric in {
-            "checkpoint.metric": whole.checkpoint.metric,
-            "optimized_metric": whole.objective,
-        }.items():
+        metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.objective}
+        for setting, metric in metrics.items():
             name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
-            if metric.startswith("val/") and name not in metric_directions(self.task):
-                known = ", ".join(f"val/{name}" for name in metric_directions(self.task))
-                yield f"{key}={metric}: not a metric of train.task={self.task}; use one of {known}"
+            if metric.startswith("val/") and name not in metrics_of(self.task):
+                known = ", ".join(f"val/{name}" for name in metrics_of(self.task))
+                yield f"{setting}={metric}: not a metric of train.task={self.task}; use one of {known}"
         if self.task == "multilabel":
             if data.augment.mixes:
                 yield "data.augment.mixup and cutmix: mix images of one label each, but train.task=multilabel"
@@ -514,100 +496,6 @@ class CheckpointConfig:
     keep: int = number(1, ge=1, help="Number of step_N.pt files to keep.")
     top: int = number(1, ge=1, help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.")
     metric: str = key("val/acc", help="Metric of best.pt: val/<name in src/train/metrics.py>, or with _ema.")
-
-
-@dataclass
-class ClusterConfig:
-    """Launcher of each node's command. Sizes are per node; null leaves a size to the scheduler."""
-
-    scheduler: str = choice("local", "local", "slurm", "kubernetes", help="Launcher of each node; local: your shell.")
-    nodes: int = number(1, ge=1, help="Number of nodes.")
-    gpus: int | None = number(None, ge=0, help="GPUs per node; null: a run on CPU.")
-    cpus: int | None = number(None, ge=1, help="CPU cores per node.")
-    memory: str | None = key(None, help="Memory per node, e.g. 64G.")
-    time: str | None = key(None, help="Time limit, hh:mm:ss or d-hh:mm:ss, after which the scheduler stops the job.")
-    submit: bool = key(True, help="false: write the job's file and do not submit it.")
-    wait: bool = key(False, help="Wait until the job has ended, and exit with its code.")
-    partition: str | None = key(None, help="Slurm: partition of the job.")
-    account: str | None = key(None, help="Slurm: account of the job.")
-    gres: str | None = key(None, help="Slurm: generic resources instead of gpus, e.g. gpu:a100:4.")
-    signal_seconds: int = number(90, ge=10, help="Slurm: seconds before cluster.time to save and requeue.")
-    image: str | None = key(None, help="Kubernetes: container image.")
-    namespace: str | None = key(None, help="Kubernetes: namespace of the job.")
-    claim: str | None = key(None, help="Kubernetes: volume claim for the run folder, which all nodes can mount.")
-
-
-@dataclass
-class SweepConfig:
-    """Sweeps, read with --multirun only."""
-
-    repeats: int | str = number(1, ge=1, help="Blocks that run every point once, with new seeds; auto: see precision.")
-    precision: float = number(0.05, gt=0, help="repeats=auto ends when half the 95 % interval of each ratio is less.")
-    max_repeats: int = number(10, ge=2, help="Largest number of blocks with repeats=auto.")
-    smallest_difference: float = number(
-        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
-    )
-    baseline: str | None = key(None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first.")
-    shuffle: bool | None = key(None, help="Draw a new order of points in each block; null: if repeats > 1.")
-    resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
-    dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
-    jobs: int | str = number(1, ge=1, help="Concurrent jobs, each on other devices or cores; auto: as many as fit.")
-    timed: bool = key(False, help="The sweep compares speed, so its jobs run one at a time.")
-    tune: list[str] = key([], help="Settings to try for speed, each as overrides; see experiment=tune.")
-
-
-@dataclass
-class SearchConfig:
-    """Hyper-parameter search with Optuna, read with --multirun only; the names are those of Hydra's Optuna sweeper."""
-
-    sampler: str | None = choice(None, "tpe", "random", help="Sampler of the trials; null: no search.")
-    n_trials: int = number(20, ge=1, help="Trials in total, those before a resume included.")
-    n_jobs: int | str = number(1, ge=1, help="Concurrent trials, as sweep.jobs.")
-    confirm: int | None = number(None, ge=2, help="Train the best trial and the default settings with N new seeds.")
-    direction: str | None = choice(None, "maximize", "minimize", help="Direction of optimized_metric; null: its own.")
-    storage: str | None = key(None, help="Database URL; null: study.db in the sweep folder; passwords: ${oc.env:…}.")
-    study_name: str | None = key(None, help="Name of the study; null: task_name and the name of the sweep folder.")
-    params: dict[str, Any] = key({}, help="Key: interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b.")
-    max_failure_rate: float = number(0.5, ge=0, le=1, help="Share of n_trials; more failed trials end the search.")
-    seed: int | None = number(None, ge=0, help="Seed of the sampler; null: the key seed.")
-    pruner: str = choice(
-        "median",
-        "median",
-        "none",
-        help="median stops a trial that is worse than the median of the others at the same evaluation.",
-    )
-    n_startup_trials: int = number(5, ge=0, help="Finished trials before the pruner stops any.")
-    n_warmup_steps: int = number(0, ge=0, help="Evaluations of a trial before the pruner may stop it.")
-
-
-@dataclass
-class TrackerConfig:
-    """Trackers, which show numbers and images of runs: tracker=<name>, or several with tracker=[<name>,<name>]."""
-
-    use: dict[str, Any] | None = key(None, help="Name: true, or `src.<module>.<Class>`; null: tensorboard alone.")
-    project: str | None = key(None, help="Project of wandb, experiment of mlflow; null: task_name.")
-    entity: str | None = key(None, only="wandb", help="User or team; null: your default one.")
-    mode: str | None = choice(None, "online", "offline", only="wandb", help="null: the variable WANDB_MODE, or online.")
-    uri: str | None = key(None, only="mlflow", help="Server; null: MLFLOW_TRACKING_URI, or <output_dir>/mlflow.db.")
-
-    def classes(self) -> dict[str, str]:
-        """Map the name of each tracker of the run to its class."""
-        use = {"tensorboard": True} if self.use is None else self.use
-        built_in = {name: f"src.engine.trackers.{name}.{TRACKERS.get(name)}" for name in use}
-        return {name: built_in[name] if value is True else str(value) for name, value in use.items()}
-
-    def problems(self, whole: Config) -> Iterator[str]:
-        for key, value, entry in leaves(self, "tracker."):
-            tracker = entry.metadata.get("only")
-            if value is not None and tracker and tracker not in self.classes():
-                yield f"{key}={value}: has no effect without tracker={tracker}"
-
-
-@dataclass
-class PathsConfig:
-    """Folders of data sets and of outputs."""
-
-    output_dir: str = key("outputs", help="Folder for runs and sweeps.")
 
 
 @dataclass
@@ -679,30 +567,17 @@ class ResolvedConfig(Config):
 def as_resolved(config: Config) -> ResolvedConfig:
     """Convert a Config without `auto` values to a ResolvedConfig. Raises ValueError if an `auto` is left."""
     parallel = ResolvedParallel(**vars(config.parallel))
-    for key in ("devices", "threads_per_device"):
-        if not isinstance(getattr(parallel, key), int):
-            raise ValueError(f"parallel.{key}=auto: expected an integer in the config of a run")
+    for name in ("devices", "threads_per_device"):
+        if not isinstance(getattr(parallel, name), int):
+            raise ValueError(f"parallel.{name}=auto: expected an integer in the config of a run")
     return ResolvedConfig(**{**vars(config), "parallel": parallel})
 
 
-def metric_directions(task: str | None = None) -> dict[str, bool]:
-    """Map each metric name of src/train/metrics.py to True if lower is better. `task` None: metrics of all tasks."""
-    from src.train.metrics import metrics_of
-
-    metrics = metrics_of("classification") | metrics_of("multilabel") if task is None else metrics_of(task)
-    return {name: metric.lower_is_better for name, metric in metrics.items()}
-
-
-def proportions() -> list[str]:
-    """Return the names of the metrics in src/train/metrics.py that are proportions, from 0 to 1."""
+def known_metrics() -> dict[str, Metric]:
+    """Return the metrics of src/train/metrics.py, of all tasks, by name."""
     from src.train.metrics import METRICS, MULTILABEL_METRICS
 
-    return [name for name, metric in (METRICS | MULTILABEL_METRICS).items() if metric.is_proportion]
-
-
-def loss_names() -> list[str]:
-    """Return the names of the losses in src/train/losses.py."""
-    return list(loss_tasks())
+    return METRICS | MULTILABEL_METRICS
 
 
 def loss_tasks() -> dict[str, tuple[str, ...]]:
@@ -715,27 +590,3 @@ def loss_tasks() -> dict[str, tuple[str, ...]]:
 def is_timm_dataset(name: str) -> bool:
     """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or `tar`."""
     return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
-
-
-def is_own_class(name: str) -> bool:
-    """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other classes."""
-    return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None
-
-
-def _is_regular_expression(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value, field) of every leaf of a config dataclass."""
-    for entry in dataclasses.fields(tree):
-        value = getattr(tree, entry.name)
-        key = f"{prefix}{entry.name}"
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, value, entry

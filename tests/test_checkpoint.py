@@ -25,6 +25,7 @@ from src.engine.runtime import checkpoint
 from src.engine.runtime.progress import Progress
 from src.parallel import build_strategy
 from src.train.build import RunParts
+from src.train.metrics import METRICS
 from src.train.run import run
 
 Contents = dict[str, Any]
@@ -298,8 +299,7 @@ def test_save_does_not_delete_copies_made_by_user(contents: Contents, tmp_path: 
 def test_progress_ignores_nan_for_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
-    directions = {"loss": True, "acc": False}
-    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", directions) for loss in losses] == [
+    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [
         False, True, False, True, False,
     ]  # fmt: skip
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)

@@ -20,9 +20,10 @@ from src.engine.cluster.kubernetes import _bytes, write_manifest
 from src.engine.config.cluster import cluster_rules, gpus_of_gres, seconds_of
 from src.engine.config.compose import load_config
 from src.engine.config.validate import refuse
+from src.engine.keys import ClusterConfig
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED
-from src.schema import ClusterConfig, Config, ParallelConfig
+from src.schema import Config, ParallelConfig
 
 OVERRIDES = ("model=tiny", "data.batch_size=32", "print_config=false")
 NODES = ("cluster.nodes=2", "parallel=ddp")

@@ -25,10 +25,11 @@ from PIL import Image
 import train as entry
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
+from src.engine.keys import SearchConfig, SweepConfig
 from src.engine.machine.ranks import Ranks
 from src.engine.sweep.points import expand
 from src.parallel import build_strategy
-from src.schema import ResolvedConfig, SearchConfig, SweepConfig, as_resolved, is_timm_dataset
+from src.schema import ResolvedConfig, as_resolved, is_timm_dataset
 from src.train.build import RunParts
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast

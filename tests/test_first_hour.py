@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from scripts.install import settings_for_uv
-from src.commands.plan import show
+from src.engine.forecast.plan import show
+from src.engine.keys import SweepConfig
 from src.engine.launch.rank import Stdout
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.ddp_timing import unused_parameters
@@ -29,7 +30,7 @@ from src.engine.runtime.banner import show_end
 from src.engine.sweep.board import Board
 from src.engine.sweep.dry_run import show_points
 from src.engine.sweep.points import Point
-from src.schema import AugmentConfig, Config, SweepConfig
+from src.schema import AugmentConfig, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,7 +21,8 @@ from scripts import from_timm
 from scripts.from_timm import TABLE, TimmArguments, changes, convert
 from src.engine.config.arguments import parse_command_line
 from src.engine.config.compose import compose_command
-from src.schema import Config, OptimConfig, TrainConfig, leaves
+from src.engine.keys import leaves
+from src.schema import Config, OptimConfig, TrainConfig
 from src.train.optim import build_schedule
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,10 +24,11 @@ from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export, hub
 from src.commands.load import load_trained
-from src.commands.predict import Prediction, PredictionRequest, predict, write
+from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.engine.record.result import Result, write_result
+from src.engine.runtime.predictions import Prediction, write_predictions
 from src.schema import DataConfig, ParallelConfig
 
 CPU = torch.device("cpu")
@@ -100,14 +101,14 @@ FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.
 
 
 def test_prediction_tables_are_valid_csv_json_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(FOUND, "csv", tmp_path / "x.csv")
+    write_predictions(FOUND, "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
     assert first["path"] == "a, b.png" and float(first["probability_2"]) == 0.25 and first["class_1"] == "cat"
     assert second["path"] == "torn.png" and second["class_1"] == ""
-    write(FOUND, "json", tmp_path / "x.json")
+    write_predictions(FOUND, "json", tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
-    write(FOUND, "console", None)
+    write_predictions(FOUND, "console", None)
     assert capsys.readouterr().out.splitlines() == ["a, b.png  cat 0.7500, dog 0.2500", "torn.png  unreadable"]
 
 

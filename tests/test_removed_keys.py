@@ -11,9 +11,10 @@ from conftest import Refuse, parse
 from omegaconf import OmegaConf
 
 from src.engine.config.compose import compose_command, load_config, save_config
+from src.engine.config.removed import REMOVED
 from src.engine.config.resolve import resolve
 from src.engine.search.space import FROZEN, read_search
-from src.schema import REMOVED, Config
+from src.schema import Config
 
 OTHER = "another value"
 

@@ -22,14 +22,16 @@ from PIL import Image
 import train as entry
 from src.engine.config.compose import load_config
 from src.engine.config.validate import check_combination, check_values
+from src.engine.keys import leaves
 from src.engine.launch import job
 from src.engine.launch.job import prepare, record_end
 from src.engine.launch.resume import check_resumable
 from src.engine.machine import hardware
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
-from src.schema import Config, ResolvedConfig, leaves
+from src.schema import Config, ResolvedConfig
 from src.train.loop import train_epoch
+from src.train.metrics import METRICS
 from src.train.run import Trainer
 from src.train.state import Progress
 
@@ -97,7 +99,6 @@ def step(training: Trainer, count: int = 1) -> None:
             state.progress.end_epoch(is_whole=True)
 
 
-DIRECTIONS = {"loss": True, "acc": False}
 Folders = Callable[..., Path]
 
 
@@ -395,8 +396,8 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     folder = tmp_path / "run"
     shutil.copytree(stopped(4), folder)
     first = attempt(config_of(data), folder)
-    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", DIRECTIONS)
-    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", DIRECTIONS)
+    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", METRICS)
+    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", METRICS)
     first.save(is_best=False)
     same = attempt(config_of(data), folder).progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
@@ -404,7 +405,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
         other = attempt(config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder).progress
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
     assert sum("best.pt" in line for line in caplog.messages) == 1
-    assert [other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", DIRECTIONS) for loss in (1.4, 1.3, 1.5)] == [
+    assert [other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", METRICS) for loss in (1.4, 1.3, 1.5)] == [
         True,
         True,
         False,

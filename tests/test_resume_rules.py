@@ -16,12 +16,13 @@ from PIL import Image
 
 import train as entry
 from src.engine.config.compose import load_config, save_config
+from src.engine.keys import leaves
 from src.engine.launch import job
 from src.engine.machine import hardware
 from src.engine.machine.lock import lock_folder
 from src.engine.machine.ranks import NEEDED
 from src.engine.record.result import Result, write_result
-from src.schema import Config, leaves
+from src.schema import Config
 
 OVERRIDES = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
 

@@ -12,7 +12,8 @@ from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
 from scripts.schema import files
-from src.schema import Config, leaves
+from src.engine.keys import leaves
+from src.schema import Config
 
 pytestmark = pytest.mark.portable
 

@@ -16,6 +16,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from src.engine.config.compose import compose_command
+from src.engine.keys import SearchConfig
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import read_result
 from src.engine.search.space import (
@@ -29,7 +30,7 @@ from src.engine.search.space import (
 )
 from src.engine.search.study import Follower
 from src.engine.sweep.points import expand
-from src.schema import Config, SearchConfig
+from src.schema import Config
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")

@@ -21,6 +21,7 @@ from src.engine.jobs import local_job as child
 from src.engine.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.warm_server import WarmServer
+from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.record.jobs import Job, Jobs, read_jobs
@@ -28,7 +29,7 @@ from src.engine.record.result import read_result
 from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import Point, expand
 from src.engine.sweep.sweep import Sweep
-from src.schema import Config, SweepConfig
+from src.schema import Config
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from commands import processes_of
 from src.engine.config.compose import load_config
+from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
@@ -25,7 +26,7 @@ from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.board import counted
 from src.engine.sweep.dry_run import count_runs, show_points
 from src.engine.sweep.points import expand
-from src.schema import DataConfig, SweepConfig
+from src.schema import DataConfig
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epochs=0", "data.limit_train=128")

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from conftest import Refuse, Train, read_lines, resolved
 
+from src.engine.keys import TrackerConfig
 from src.engine.machine import process
 from src.engine.machine.ranks import Ranks
 from src.engine.trackers import tracker as trackers
 from src.engine.trackers.tracker import Channel, Tracker
-from src.schema import Config, ResolvedConfig, TrackerConfig
+from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
 
 SHORT = (

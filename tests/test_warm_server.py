@@ -21,6 +21,7 @@ from conftest import ROOT, parse, run_warm, tiny
 from commands import processes_of
 from src.engine.jobs import warm_server
 from src.engine.jobs.warm_server import ForkedJob, WarmServer
+from src.engine.keys import SweepConfig
 from src.engine.launch.fork_server import _check_is_forkable, run_and_exit
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine.lock import is_locked
@@ -28,7 +29,6 @@ from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import expand, frozen_config
-from src.schema import SweepConfig
 
 pytestmark = [
     pytest.mark.processes,

@@ -14,7 +14,7 @@ from src.commands.load import Trained
 from src.engine.machine.files import write_json, write_text
 from src.engine.record.environment import read_environment
 from src.engine.record.result import Result, read_metrics, read_result
-from src.schema import metric_directions
+from src.train.metrics import metrics_of
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
@@ -79,7 +79,7 @@ def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, in
         numbers |= {f"test/{name}": value for name, value in result.test.items()}
     suffix, rows = "_ema" if trained.weights == "ema" else "", []
     for split, evaluated in (("val", result.val), ("test", result.test)):
-        for name in metric_directions(trained.config.train.task):
+        for name in metrics_of(trained.config.train.task):
             if (value := numbers.get(f"{split}/{name}{suffix}")) is not None:
                 rows.append((split, name, value, evaluated["samples"]))
     return rows

@@ -8,12 +8,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,8 +20,9 @@ from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
 from src.engine.config.validate import check_combination
 from src.engine.data.samplers import TrainSampler
+from src.engine.forecast.plan import Bytes, Plan
 from src.engine.runtime.banner import count_parameters
-from src.engine.runtime.flops import flop_counter
+from src.engine.runtime.flops import flop_counter, saved_for_backward
 from src.models.blocks import blocks_of
 from src.models.build import build_model
 from src.models.freeze import freeze
@@ -38,49 +35,6 @@ from src.train.step import AUTOCAST, Autocast, TrainStep
 
 SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
 ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
-COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps", "lr", "GFLOP/step", "gradients")
-
-
-@dataclass
-class Bytes:
-    """Bytes in memory of one device at its peak (end of forward), by kind; under dp, of device 0, which has the most.
-
-    `buckets`: ddp's copies of gradients; `gathered`: what fsdp holds whole besides its parts.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    ema: int
-    activations: int
-    batch: int
-    buckets: int
-    gathered: int
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = sum(vars(self).values())
-
-
-@dataclass
-class Plan:
-    """Plan for one device count. If it cannot run, only `reason` is set."""
-
-    devices: int
-    reason: str = ""
-    strategy: str = ""
-    batch_size: int = 0  # global
-    batch_size_per_device: int = 0  # the largest chunk
-    images: int = 0  # in the training split
-    images_per_device: int = 0  # a device's share of an epoch
-    dropped_per_epoch: int = 0
-    steps_per_epoch: int = 0
-    steps: int = 0
-    learning_rate: float = 0.0  # the peak
-    parameters: int = 0
-    flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
-    bytes: Bytes | None = None
-    warnings: list[str] = field(default_factory=list)
 
 
 def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None) -> list[Plan]:
@@ -163,7 +117,7 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
     step = TrainStep(autocast, build_criterion(config.train, config.data.augment), task).train()
     optimizer = build_optimizer(config.optim, config.learning_rate, model)
     weights = [*model.parameters(), *model.buffers()]
-    with flop_counter() as counter, _saved(excluding=[*weights, images]) as saved:
+    with flop_counter() as counter, saved_for_backward(excluding=[*weights, images]) as saved:
         loss, _ = step(images, targets)
         loss.backward()
     optimizer.step()
@@ -194,23 +148,6 @@ def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
     return sum(sizes.values()) - freed
 
 
-@contextmanager
-def _saved(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collect the storages that autograd saves for backward in the `with` block, except those of `excluding`."""
-    excluded = {tensor.untyped_storage()._cdata for tensor in excluding}
-    # Holds the storages, because the id of a freed one may be used again.
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in excluded:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -224,35 +161,3 @@ def _warnings(config: Config, model: nn.Module, chunk: int, sampler: TrainSample
         yield f"{dropped} of {images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
     if config.model.grad_checkpointing:
         yield "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
-
-
-def show(plans: list[Plan]) -> None:
-    """Print a table with one row per device count, and the warnings below it."""
-    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
-    table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
-    for row in plans:
-        if row.bytes is None:
-            table.add_row(str(row.devices), *[""] * (len(COLUMNS) - 1), f"cannot run: {row.reason}")
-            continue
-        memory = row.bytes
-        rest = memory.batch + memory.buckets + memory.gathered
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.ema, memory.activations, rest)
-        table.add_row(
-            f"{row.devices} {row.strategy}",
-            *map(str, (row.batch_size, row.batch_size_per_device, row.images_per_device, row.dropped_per_epoch)),
-            f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
-            f"{row.learning_rate:g}",
-            f"{row.flops_per_step / 1e9:.4g}",
-            _mebibytes(memory.gradients),
-            f"{_mebibytes(memory.total)} = {' + '.join(_mebibytes(part) for part in parts)}",
-        )
-    console.print(table)
-    if parameters := max(row.parameters for row in plans):
-        console.print(f"{parameters:,} parameters; tensors in MiB, without libraries and caches")
-    for row in plans:
-        for warning in row.warnings:
-            console.print(f"{row.devices} devices: {warning}", highlight=False)
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.1f}" if size < 2**30 else f"{size / 2**20:.0f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -25,9 +23,9 @@ from src.engine.data.folder import image_files
 from src.engine.data.loader import BatchFetcher, Loader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher
 from src.engine.data.samplers import EvalSampler
-from src.engine.machine.files import write_text
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.strategy import Strategy
+from src.engine.runtime.predictions import Prediction
 from src.parallel import build_strategy
 from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
 from src.train.losses import find_loss
@@ -46,15 +44,6 @@ class PredictionRequest:
     batch_size: int  # per rank
     workers: int | str
     parallel: ParallelConfig
-
-
-@dataclass
-class Prediction:
-    """The most likely classes of one image, best first; empty for a file that cannot be read."""
-
-    path: str
-    classes: list[str]
-    probabilities: list[float]
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
@@ -117,38 +106,3 @@ def _best(
     best = find_loss(trained.config.train.loss).probabilities(scores).topk(min(topk, len(names)))
     for number, indices, values in zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True):
         yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)
-
-
-def write(predictions: list[Prediction], form: str, output: Path | None) -> None:
-    """Write the predictions as `form` (console, csv or json) to the file `output`, or to stdout if it is None."""
-    text = {"console": _as_lines, "csv": _as_csv, "json": _as_json}[form](predictions)
-    # The name of a file may not be UTF-8.
-    text = text.encode(errors="replace").decode()
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        write_text(output, text)
-
-
-def _as_lines(predictions: list[Prediction]) -> str:
-    lines = []
-    for image in predictions:
-        best = [f"{name} {share:.4f}" for name, share in zip(image.classes, image.probabilities, strict=True)]
-        lines.append(f"{image.path}  {', '.join(best) or 'unreadable'}\n")
-    return "".join(lines)
-
-
-def _as_csv(predictions: list[Prediction]) -> str:
-    rows = []
-    for image in predictions:
-        row: dict[str, str] = {"path": image.path}
-        for position, (name, share) in enumerate(zip(image.classes, image.probabilities, strict=True), start=1):
-            row |= {f"class_{position}": name, f"probability_{position}": f"{share:.6f}"}
-        rows.append(row)
-    # An unreadable image has no classes, so the longest row names the columns.
-    columns = max((list(row) for row in rows), key=len)
-    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
-
-
-def _as_json(predictions: list[Prediction]) -> str:
-    return json.dumps([asdict(image) for image in predictions], indent=1) + "\n"

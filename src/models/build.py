@@ -17,8 +17,9 @@ from timm.models import _builder
 from torch import Tensor, nn
 
 from src.data.transforms import Preprocessing
+from src.engine.keys import is_own_class
 from src.engine.machine.text import yaml_text
-from src.schema import ModelConfig, is_own_class
+from src.schema import ModelConfig
 
 
 def build_model(

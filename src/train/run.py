@@ -30,7 +30,7 @@ from src.engine.runtime.progress import Progress
 from src.engine.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from src.engine.runtime.run_result import make_result
 from src.parallel import build_strategy
-from src.schema import ResolvedConfig, metric_directions
+from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import StepReport, train_epoch
 from src.train.losses import find_loss
@@ -192,7 +192,7 @@ class Trainer:
         numbers = raw.with_averaged(averaged)
         if split == "val":
             metric = self.config.checkpoint.metric.removeprefix("val/")
-            is_best = self.progress.add_evaluation(numbers, metric, metric_directions(self.config.train.task))
+            is_best = self.progress.add_evaluation(numbers, metric, metrics_of(self.config.train.task))
             numbers |= {f"{name}_best": value for name, value in self.progress.best_values.items()}
         parts.numbers[split] = numbers | details(raw)
         for name, evaluation in ((split, raw), (f"{split}_ema", averaged)):

@@ -66,6 +66,7 @@ NO_TORCH_AT_THE_TOP = (
     "src/train/losses.py",
     "src/train/metrics.py",
     "src/engine/errors.py",
+    "src/engine/keys.py",
     "src/engine/metric.py",
     "src/engine/analysis/",
     "src/engine/config/",
@@ -87,7 +88,7 @@ NO_TORCH_AT_THE_TOP = (
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE = 260
 # Lists of keys and of arguments, looked up and not read.
-LONG_FILES = {"src/schema.py": 741, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 263}
+LONG_FILES = {"src/schema.py": 592, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 262}
 
 
 def name_of(path: Path) -> str:
@@ -137,7 +138,19 @@ def test_no_import_cycle_exists_between_files_or_packages() -> None:
 
 
 def test_user_code_imports_only_the_permitted_engine_packages() -> None:
-    allowed = {"data", "parallel", "runtime", "faults", "machine", "record", "config", "errors", "metric"}
+    allowed = {
+        "data",
+        "parallel",
+        "runtime",
+        "faults",
+        "machine",
+        "record",
+        "config",
+        "errors",
+        "forecast",
+        "keys",
+        "metric",
+    }
     wrong = [
         f"{file} imports {target}"
         for file, targets in imports().items()

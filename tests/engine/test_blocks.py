@@ -12,13 +12,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from src.engine.config.compose import compose_command, load_config
+from src.engine.keys import SweepConfig
 from src.engine.launch.resume import compose_run
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, write_result
 from src.engine.sweep.blocks import check_blocks, freeze_jobs
 from src.engine.sweep.points import Point, expand
 from src.engine.sweep.sweep import Sweep
-from src.schema import SweepConfig
 
 SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
 

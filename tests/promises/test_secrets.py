@@ -14,6 +14,7 @@ from conftest import Refuse, Train, conf, parse
 from src.engine.config.compose import ROOT, compose_command, load_config, run_in_hydra, save_config
 from src.engine.config.evaluation import evaluation_config
 from src.engine.config.resolve import resolve
+from src.engine.keys import SearchConfig
 from src.engine.machine.files import write_json, write_text
 from src.engine.machine.secrets import (
     HidingFormatter,
@@ -28,7 +29,7 @@ from src.engine.search.space import freeze_search, read_space
 from src.engine.search.study import open_study
 from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.points import expand
-from src.schema import Config, ResolvedConfig, SearchConfig
+from src.schema import Config, ResolvedConfig
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
 REFERENCE = "${oc.env:HF_TOKEN}"

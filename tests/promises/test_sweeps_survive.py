@@ -17,6 +17,7 @@ from src.engine.jobs import slurm_array as array
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_array import update
 from src.engine.jobs.warm_server import WarmServer
+from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
 from src.engine.multirun import run_multirun
@@ -27,7 +28,6 @@ from src.engine.sweep.blocks import freeze_jobs
 from src.engine.sweep.board import Board
 from src.engine.sweep.points import expand
 from src.engine.sweep.sweep import Sweep
-from src.schema import SweepConfig
 
 # A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for JOB_STAYS seconds.
 JOB = """

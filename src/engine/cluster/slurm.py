@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.config.compose import CONF, ROOT
+from src.engine.keys import ClusterConfig
 from src.engine.machine.files import write_text
 from src.engine.machine.process import SAFE_PATH
 from src.engine.machine.ranks import NodeAddress, host_name
-from src.schema import ClusterConfig, Config
+from src.schema import Config
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
 LOCAL_LINES = CONF / "local" / "slurm.sh"  # #SBATCH lines and shell lines that every job of this machine gets

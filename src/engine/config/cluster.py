@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from src.schema import ClusterConfig, Config
+from src.engine.keys import ClusterConfig
+from src.schema import Config
 
 # Keys that only one scheduler reads.
 KEYS_OF = {

@@ -18,14 +18,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.engine.config.hydra_allowlist import check_hydra_block, check_hydra_key, check_hydra_types, check_search_path
+from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
-from src.engine.config.suggest import ROOT, check_option, explain, is_known, key_hint, plain_values
+from src.engine.config.suggest import ROOT, explain, plain_values
 from src.engine.config.validate import check_combination, check_values
+from src.engine.keys import leaves
 from src.engine.machine.files import write_text
 from src.engine.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
-from src.schema import Config, ResolvedConfig, as_resolved, leaves
+from src.schema import Config, ResolvedConfig, as_resolved
 
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
@@ -60,8 +61,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
         if arguments.config_path is not None:
             drop_removed_keys_of(hydra.config_loader.repository, name)
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
-        _check_override_keys(hydra.config_loader, overrides)
-        check_search_path(hydra.config_loader, name)
+        check_before_composing(hydra.config_loader, name, overrides)
         mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
         try:
             tree = hydra.compose_config(config_name=name, overrides=arguments.overrides, run_mode=mode)
@@ -123,15 +123,14 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
 
     `merged`: `merge_into_schema(tree)`, from a caller that has also checked the types of the `hydra` block.
     """
-    plain: Any = OmegaConf.to_container(tree)
-    for key, value in plain_values({key: plain[key] for key in plain if key not in ONLY_HYDRA}):
+    for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         # Ranks read the config from a file of the run. A secret in it would be visible there, or masked for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
             raise ValueError(f"{key}: holds a secret; give it as '${{oc.env:NAME}}', so that no file holds it")
     config = typed_and_checked(tree, merged)
     if "hydra" in tree:
         if merged is None:
-            check_hydra_types(plain["hydra"])
+            check_hydra_types(tree)
         check_hydra_block(tree)
     return config
 
@@ -240,21 +239,3 @@ def _hydra(arguments: Any) -> Any:
     if arguments.config_dir is not None:
         search.prepend("command-line", f"file://{os.path.abspath(arguments.config_dir)}")
     return Hydra.create_main_hydra2(task_name="train", config_search_path=search)
-
-
-def _check_override_keys(loader: Any, overrides: list[Any]) -> None:
-    """Refuse unknown keys and group options before Hydra does, with the nearest name."""
-    groups = {group for group in loader.list_groups("") if loader.get_group_options(group) and group != "hydra"}
-    for override in overrides:
-        key = override.key_or_group
-        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
-            check_hydra_key(key, override.input_line)
-        elif key in groups:
-            options = loader.get_group_options(key)
-            swept = override.is_sweep_override()
-            for choice in override.sweep_string_iterator() if swept else [override.value()]:
-                if choice in (None, "null") and not override.is_delete():
-                    raise ValueError(f"{key}=null: allowed: {', '.join(options)}; to leave the group out: ~{key}")
-                check_option(key, choice, options)
-        elif not is_known(key):
-            raise ValueError(f"{override.input_line}: unknown key {key}{key_hint(key, groups)}")

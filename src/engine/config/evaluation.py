@@ -12,8 +12,9 @@ from src.engine.config.compose import compose_command, load_config, typed_and_ch
 from src.engine.config.resolve import resolve
 from src.engine.config.suggest import explain, is_known, key_hint
 from src.engine.config.validate import check_combination
+from src.engine.keys import ClusterConfig, TrackerConfig
 from src.engine.machine.ranks import Ranks
-from src.schema import ClusterConfig, Config, ParallelConfig, ResolvedConfig, TrackerConfig
+from src.schema import Config, ParallelConfig, ResolvedConfig
 
 # Keys that may be given with run=<folder>, and keys that may be given without it.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")

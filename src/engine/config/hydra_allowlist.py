@@ -1,4 +1,4 @@
-"""Allow a few keys of the `hydra` block; the others decide which code Hydra imports and where it writes."""
+"""Refuse unknown keys and group options, and keys of the `hydra` block that choose imported code or folders."""
 
 from __future__ import annotations
 
@@ -9,34 +9,45 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.suggest import ROOT, explain, plain_values
+from src.engine.config.suggest import ROOT, check_option, explain, is_known, key_hint, plain_values
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
 # Hydra itself fills these in while it composes.
 FILLED_IN = ("mode", "runtime", "overrides", "job.id", "job.num", "job.config_name", "job.override_dirname")
 
 
-def check_hydra_key(key: str, given: str) -> None:
-    """Refuse an override of a `hydra` key that is not allowed, before Hydra imports packages of `hydra.searchpath`."""
-    if not _is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
-        raise ValueError(f"{given}: fixed; below hydra set only {', '.join(SETTABLE)}")
+def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) -> None:
+    """Refuse unknown keys, unknown options of groups and fixed keys of Hydra, before Hydra imports what they name.
 
-
-def check_search_path(loader: Any, config_name: str) -> None:
-    """Refuse `hydra.searchpath` in the main config, the only file that can set it."""
+    `overrides`: parsed by Hydra. `config_name`: the main config, the only file that can set `hydra.searchpath`.
+    """
+    groups = {group for group in loader.list_groups("") if loader.get_group_options(group) and group != "hydra"}
+    for override in overrides:
+        key, given = override.key_or_group, override.input_line
+        if re.match(r"hydra([./]|$)", key):
+            if not _is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
+                raise ValueError(f"{given}: fixed; below hydra set only {', '.join(SETTABLE)}")
+        elif key in groups:
+            options = loader.get_group_options(key)
+            for choice in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
+                if choice in (None, "null") and not override.is_delete():
+                    raise ValueError(f"{key}=null: allowed: {', '.join(options)}; to leave the group out: ~{key}")
+                check_option(key, choice, options)
+        elif not is_known(key):
+            raise ValueError(f"{given}: unknown key {key}{key_hint(key, groups)}")
     main = loader.repository.load_config(config_name)
-    if main is not None and OmegaConf.is_dict(main.config):
-        folders = OmegaConf.select(main.config, "hydra.searchpath")
-        if folders:
-            raise ValueError(f"hydra.searchpath={folders}: fixed; give a folder of configs with --config-dir")
+    is_dict = main is not None and OmegaConf.is_dict(main.config)
+    if is_dict and (folders := OmegaConf.select(main.config, "hydra.searchpath")):
+        raise ValueError(f"hydra.searchpath={folders}: fixed; give a folder of configs with --config-dir")
 
 
-def check_hydra_types(block: dict[str, Any]) -> None:
+def check_hydra_types(tree: DictConfig) -> None:
     """Refuse values of wrong types in a composed `hydra` block: OmegaConf checks plain values, but not typed ones."""
+    block: Any = OmegaConf.to_container(tree.hydra)
     # Hydra's schema lacks its own group `env`.
-    given = {key: value for key, value in block.items() if key != "env"}
+    block.pop("env", None)
     try:
-        OmegaConf.merge({"hydra": _schema()}, {"hydra": given})
+        OmegaConf.merge({"hydra": _schema()}, {"hydra": block})
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
 

@@ -6,7 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.schema import REMOVED
+# Keys of older versions -> their last default. A saved config may still hold such a key with this value, because the project
+# now always behaves as this value did.
+REMOVED: dict[str, Any] = {
+    "train.on_nonfinite": "stop",
+    "train.max_skipped": 10,
+    "cluster.setup": None,
+    "cluster.extra": [],
+}
 
 
 def is_obsolete(key: str, value: Any) -> bool:

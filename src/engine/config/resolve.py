@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from src.engine.config.cluster import fill_in
 from src.engine.config.resolvers import count_that_divides
 from src.engine.config.validate import refuse
+from src.engine.keys import TRACKERS
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.ranks import starter
-from src.schema import TRACKERS, Config, DataConfig, ResolvedConfig, ResolvedParallel, as_resolved
+from src.schema import Config, DataConfig, ResolvedConfig, ResolvedParallel, as_resolved
 
 
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:

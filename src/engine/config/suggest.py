@@ -13,9 +13,12 @@ from typing import Any
 
 from omegaconf.errors import ValidationError
 
+from src.engine.config.removed import REMOVED
+from src.engine.keys import leaves
 from src.engine.machine.secrets import is_secret_key
 from src.engine.machine.text import yaml_text
-from src.schema import REMOVED, Config, leaves, metric_directions, proportions
+from src.engine.metric import Metric
+from src.schema import Config, known_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 # Types of keys in src/schema.py, in words.
@@ -147,23 +150,25 @@ def own_class_exists(name: str) -> bool:
 
 def objectives() -> list[str]:
     """Return the allowed values of `optimized_metric`."""
-    names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in metric_directions()]
-    best = [f"val/{name}_best" for name in metric_directions()]
+    names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in known_metrics()]
+    best = [f"val/{name}_best" for name in known_metrics()]
     return [*(f"{split}/{name}" for split in ("val", "test") for name in names), *best, "train/loss", "images_per_sec"]
 
 
 def is_lower_better(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, must be minimized."""
-    return metric_directions().get(_metric_name(objective), False)
+    metric = _metric_of(objective)
+    return metric is not None and metric.lower_is_better
 
 
 def is_proportion(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, is from 0 to 1."""
-    return _metric_name(objective) in proportions()
+    metric = _metric_of(objective)
+    return metric is not None and metric.is_proportion
 
 
-def _metric_name(objective: str) -> str:
-    return objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best")
+def _metric_of(objective: str) -> Metric | None:
+    return known_metrics().get(objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"))
 
 
 @cache

@@ -14,17 +14,8 @@ from typing import Any
 from src.engine.config import suggest as names
 from src.engine.config.cluster import cluster_rules
 from src.engine.config.suggest import hint
-from src.schema import (
-    DATASETS,
-    STRATEGIES,
-    TRACKERS,
-    Config,
-    is_own_class,
-    is_timm_dataset,
-    leaves,
-    loss_names,
-    metric_directions,
-)
+from src.engine.keys import TRACKERS, is_own_class, leaves
+from src.schema import DATASETS, STRATEGIES, Config, is_timm_dataset, known_metrics, loss_tasks
 
 OF_TORCH = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "inaturalist", "imagenet")
 # The texts that timm.data.auto_augment parses.
@@ -127,10 +118,10 @@ def _data(config: Config) -> Iterator[str]:
 
 def _training(config: Config) -> Iterator[str]:
     opt, storage = config.optim.opt, config.search.storage
-    val_metrics = [f"val/{name}{suffix}" for suffix in ("", "_ema") for name in metric_directions()]
+    val_metrics = [f"val/{name}{suffix}" for suffix in ("", "_ema") for name in known_metrics()]
     for key, name, known in (
         ("optim.opt", opt, names.timm_optimizers()),
-        ("train.loss", config.train.loss, loss_names()),
+        ("train.loss", config.train.loss, loss_tasks()),
         ("checkpoint.metric", config.checkpoint.metric, val_metrics),
         ("optimized_metric", config.objective, names.objectives()),
     ):

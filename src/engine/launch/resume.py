@@ -14,12 +14,13 @@ from yaml import YAMLError
 from src.engine.cluster.slurm import queued_job
 from src.engine.config.compose import Command, compose_command, load_config
 from src.engine.config.removed import drop_removed_keys
+from src.engine.keys import leaves
 from src.engine.machine.lock import is_locked
 from src.engine.machine.secrets import hide, mask
 from src.engine.machine.text import yaml_text
 from src.engine.record.code_diff import CODE_DIFF
 from src.engine.record.result import Result, read_result, read_status
-from src.schema import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
+from src.schema import Config, ParallelConfig, ResolvedConfig, strategy_options
 
 # Keys that define the training; strategy, devices and length may change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")

@@ -1,8 +1,12 @@
-"""Table of predictions with a row per image, and the calibration error of predicted probabilities."""
+"""Predictions of images as text, CSV or JSON, and the calibration error of predicted probabilities."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from src.engine.data.csv_listing import SEPARATOR
+from src.engine.machine.files import write_text
 from src.engine.runtime.evaluation import Evaluation
 
 BINS = 15
@@ -52,3 +57,47 @@ def count_by_confidence(
 def calibration_error(sums: Tensor, samples: int) -> float:
     """Return the expected calibration error from `count_by_confidence` (Guo et al. 2017, arXiv:1706.04599)."""
     return float((sums[1] - sums[2]).abs().sum() / samples)
+
+
+@dataclass
+class Prediction:
+    """The most likely classes of one image, best first; empty for a file that cannot be read."""
+
+    path: str
+    classes: list[str]
+    probabilities: list[float]
+
+
+def write_predictions(predictions: list[Prediction], form: str, output: Path | None) -> None:
+    """Write the predictions as `form` (console, csv or json) to the file `output`, or to stdout if it is None."""
+    text = {"console": _as_lines, "csv": _as_csv, "json": _as_json}[form](predictions)
+    # The name of a file may not be UTF-8.
+    text = text.encode(errors="replace").decode()
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_text(output, text)
+
+
+def _as_lines(predictions: list[Prediction]) -> str:
+    lines = []
+    for image in predictions:
+        best = [f"{name} {share:.4f}" for name, share in zip(image.classes, image.probabilities, strict=True)]
+        lines.append(f"{image.path}  {', '.join(best) or 'unreadable'}\n")
+    return "".join(lines)
+
+
+def _as_csv(predictions: list[Prediction]) -> str:
+    rows = []
+    for image in predictions:
+        row: dict[str, str] = {"path": image.path}
+        for position, (name, share) in enumerate(zip(image.classes, image.probabilities, strict=True), start=1):
+            row |= {f"class_{position}": name, f"probability_{position}": f"{share:.6f}"}
+        rows.append(row)
+    # An unreadable image has no classes, so the longest row names the columns.
+    columns = max((list(row) for row in rows), key=len)
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
+
+
+def _as_json(predictions: list[Prediction]) -> str:
+    return json.dumps([asdict(image) for image in predictions], indent=1) + "\n"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from src.engine.metric import Metric
 
 
 @dataclass
@@ -74,20 +76,19 @@ class Progress:
             self.epoch += 1
             self.step_in_epoch, self.epoch_sums, self.epoch_images = 0, {}, 0
 
-    def add_evaluation(self, numbers: dict[str, Any], metric: str, directions: dict[str, bool]) -> bool:
+    def add_evaluation(self, numbers: dict[str, Any], metric: str, metrics: Mapping[str, Metric]) -> bool:
         """Record an evaluation on the validation split. Return True if it is the best so far by `metric`.
 
-        `numbers`: value by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`. `directions`: by metric,
-        True if lower is better.
+        `numbers`: value by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`. `metrics`: of the task.
         """
         self.start_new_best(metric)
         is_averaged = metric.endswith("_ema")
-        for name, lower_is_better in directions.items():
+        for name, known in metrics.items():
             value = numbers.get(f"{name}_ema" if is_averaged else name)
             if value is not None and not math.isnan(value):
-                better_of = min if lower_is_better else max
+                better_of = min if known.lower_is_better else max
                 self.best_values[name] = better_of(self.best_values.get(name, value), value)
-        value = -numbers[metric] if directions[metric.removesuffix("_ema")] else numbers[metric]
+        value = -numbers[metric] if metrics[metric.removesuffix("_ema")].lower_is_better else numbers[metric]
         self.score, self.evaluated_at = None if math.isnan(value) else value, self.step
         is_best = not math.isnan(value) and (self.best is None or value > self.best)
         self.best = value if is_best else self.best

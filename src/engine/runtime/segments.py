@@ -11,13 +11,13 @@ from textwrap import shorten
 from typing import Any
 
 from src.engine.config.compose import save_config
+from src.engine.keys import leaves
 from src.engine.machine.process import started_at
 from src.engine.machine.secrets import hide_in
 from src.engine.machine.text import yaml_text
 from src.engine.record.environment import read_environment
 from src.engine.runtime import checkpoint
 from src.engine.runtime.interfaces import BuiltRun
-from src.schema import leaves
 
 log = logging.getLogger(__name__)
 NOT_ANNOUNCED = ("resume", "print_config")

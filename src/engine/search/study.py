@@ -6,10 +6,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from src.engine.keys import SearchConfig
 from src.engine.machine.secrets import hide
 from src.engine.record.result import read_metrics
 from src.engine.search.space import Dimension
-from src.schema import Config, SearchConfig
+from src.schema import Config
 
 if TYPE_CHECKING:  # slow to import
     import optuna

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from omegaconf import ListConfig, OmegaConf
 
 from src.engine.config.compose import load_config, save_config
+from src.engine.keys import SweepConfig, leaves
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
 from src.engine.sweep.board import counted
 from src.engine.sweep.points import Point, freeze_job, names_of
-from src.schema import SweepConfig, leaves
 
 if TYPE_CHECKING:
     from src.engine.analysis.statistics import Contrast

@@ -15,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from src.engine.config.compose import Command, merge_into_schema
 from src.engine.config.hydra_allowlist import check_hydra_types
-from src.schema import Config, leaves
+from src.engine.keys import leaves
+from src.schema import Config
 
 
 @dataclass
@@ -71,9 +72,8 @@ class Composer:
 
 
 def _merged(tree: DictConfig) -> bytes | None:
-    block: Any = OmegaConf.to_container(tree.hydra)
     try:
-        check_hydra_types(block)
+        check_hydra_types(tree)
         return pickle.dumps(merge_into_schema(tree)) if OmegaConf.get_type(tree) is Config else None
     except (ValueError, OmegaConfBaseException):
         return None

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from src.engine.keys import SweepConfig
 from src.engine.sweep.blocks import count_blocks
 from src.engine.sweep.points import Point, names_of
-from src.schema import DataConfig, ResolvedConfig, SweepConfig
+from src.schema import DataConfig, ResolvedConfig
 
 HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
 

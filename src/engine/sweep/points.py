@@ -16,13 +16,14 @@ from src.engine.config.compose import Command, compose_command, load_config, sav
 from src.engine.config.resolve import notices, resolve
 from src.engine.config.suggest import explain
 from src.engine.config.validate import check_combination
+from src.engine.keys import SearchConfig
 from src.engine.machine import hardware
 from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
 from src.engine.record.jobs import Job, config_hash
 from src.engine.sweep.board import counted
 from src.engine.sweep.composer import Composer
-from src.schema import Config, DataConfig, ResolvedConfig, SearchConfig
+from src.schema import Config, DataConfig, ResolvedConfig
 
 
 @dataclass

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from src.engine.keys import leaves
 from src.engine.machine.secrets import hide_in
 from src.engine.machine.text import yaml_text
 from src.engine.trackers.tracker import Tracker
-from src.schema import ResolvedConfig, leaves
+from src.schema import ResolvedConfig
 
 STATUSES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 

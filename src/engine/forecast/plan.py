@@ -1,0 +1,84 @@
+"""Plan of a run for one device count, and the table of several plans. src/commands/plan.py computes the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps", "lr", "GFLOP/step", "gradients")
+
+
+@dataclass
+class Bytes:
+    """Bytes in memory of one device at its peak (end of forward), by kind; under dp, of device 0, which has the most.
+
+    `buckets`: ddp's copies of gradients; `gathered`: what fsdp holds whole besides its parts.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    batch: int
+    buckets: int
+    gathered: int
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = sum(vars(self).values())
+
+
+@dataclass
+class Plan:
+    """Plan for one device count. If it cannot run, only `reason` is set."""
+
+    devices: int
+    reason: str = ""
+    strategy: str = ""
+    batch_size: int = 0  # global
+    batch_size_per_device: int = 0  # the largest chunk
+    images: int = 0  # in the training split
+    images_per_device: int = 0  # a device's share of an epoch
+    dropped_per_epoch: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    learning_rate: float = 0.0  # the peak
+    parameters: int = 0
+    flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
+    bytes: Bytes | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def show(plans: list[Plan]) -> None:
+    """Print a table with one row per device count, and the warnings below it."""
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
+    table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
+    for row in plans:
+        if row.bytes is None:
+            table.add_row(str(row.devices), *[""] * (len(COLUMNS) - 1), f"cannot run: {row.reason}")
+            continue
+        memory = row.bytes
+        rest = memory.batch + memory.buckets + memory.gathered
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.ema, memory.activations, rest)
+        table.add_row(
+            f"{row.devices} {row.strategy}",
+            *map(str, (row.batch_size, row.batch_size_per_device, row.images_per_device, row.dropped_per_epoch)),
+            f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
+            f"{row.learning_rate:g}",
+            f"{row.flops_per_step / 1e9:.4g}",
+            _mebibytes(memory.gradients),
+            f"{_mebibytes(memory.total)} = {' + '.join(_mebibytes(part) for part in parts)}",
+        )
+    console.print(table)
+    if parameters := max(row.parameters for row in plans):
+        console.print(f"{parameters:,} parameters; tensors in MiB, without libraries and caches")
+    for row in plans:
+        for warning in row.warnings:
+            console.print(f"{row.devices} devices: {warning}", highlight=False)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f}" if size < 2**30 else f"{size / 2**20:.0f}"
