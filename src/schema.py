@@ -4,8 +4,8 @@ Keys of the launcher, sweeps, searches and trackers are in src/engine/keys.py. t
 is set: `python train.py modle=resnet18`. Free dictionaries appear only where a third-party constructor reads them (`kwargs`).
 `make schema` writes docs/keys.md and conf/schema.json.
 
-A rule that ties keys together is a line of the method `problems` of the group that it concerns. The engine refuses a config
-by the first line that any group yields: key, value and fix. In a sweep such a point is skipped.
+Rules that tie keys together are in the method `problems` of their group, which yields an error message per broken rule: key,
+value and fix. train.py refuses a config with the first message; a sweep skips that configuration.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SCHEDULES_WITH = {
     **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
     **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
 }
-# Optimizers that update each number by itself, or with the norms of tensors, so that a rank can update its parts.
+# Optimizers that work under fsdp: they update each number alone, or with norms of tensors, so that a rank can update its shard.
 OPTIMIZERS_OF_PARTS = (
     *("adabelief", "adadelta", "adagrad", "adam", "adamw", "adamax", "adan", "adanw", "adopt", "adoptw", "lamb"),
     *("lambw", "laprop", "lars", "lion", "madgrad", "momentum", "nadam", "nadamw", "nesterov", "nesterovw", "radam"),
@@ -158,7 +158,7 @@ class AugmentConfig:
 
     @property
     def mixes(self) -> bool:
-        """True if there is mixup or cutmix."""
+        """True if mixup or cutmix is on."""
         return bool(self.mixup or self.cutmix or self.cutmix_minmax)
 
     def problems(self, whole: Config) -> Iterator[str]:
@@ -184,7 +184,7 @@ class AugmentConfig:
         if self.color_jitter and self.aa is not None and "3a" not in self.aa:
             yield f"data.augment.color_jitter={self.color_jitter}: timm leaves it out next to data.augment.aa={self.aa}; set one"
         if self.cutmix_minmax and not self.cutmix_minmax[0] < self.cutmix_minmax[-1] <= 1:
-            yield f"data.augment.cutmix_minmax={self.cutmix_minmax}: the second must be above the first and at most 1"
+            yield f"data.augment.cutmix_minmax={self.cutmix_minmax}: expected [smallest, largest] with smallest < largest <= 1"
         if self.cutmix and self.cutmix_minmax:
             yield f"data.augment.cutmix={self.cutmix}: has no effect with data.augment.cutmix_minmax; set one"
         if self.mixup_off_epoch >= whole.train.epochs:
@@ -232,7 +232,7 @@ class DataConfig:
             if values is not None and not all(0 <= value <= 1 for value in values):
                 yield f"data.{name}={values}: expected a number in 0..1 per channel"
         if self.std is not None and 0 in self.std:
-            yield f"data.std={self.std}: must be above 0"
+            yield f"data.std={self.std}: expected numbers above 0"
         if self.balance and self.augment.aug_repeats > 1:
             yield f"data.balance={self.balance}: draws images repeatedly already; set data.augment.aug_repeats=1"
         if (self.mean is None) != (self.std is None):
@@ -312,7 +312,7 @@ class ParallelConfig:
         return self.strategy != "auto" and not self.has_ranks
 
     def choose_strategy(self, several: bool) -> None:
-        """Replace strategy `auto` by the one for a single device, or for `several`."""
+        """Replace strategy `auto` by the built-in one for `several` devices, or else for one device."""
         if self.strategy == "auto":
             self.strategy = "ddp" if several else "single"
 
@@ -375,12 +375,12 @@ class OptimConfig:
     decay_rate: float = number(0.1, gt=0, help="Factor of a drop (step, multistep); power of poly (1: straight line).")
 
     def problems(self, whole: Config) -> Iterator[str]:
-        """Yield an error for a schedule that extends beyond the end of training."""
+        """Yield an error message for each key that has no effect, or does not fit the schedule or train.epochs."""
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
         if whole.parallel.strategy == "fsdp":
-            yield from self._problems_of_parts()
+            yield from self._fsdp_problems()
         if not self.warmup_prefix and self.sched in ("constant", "wsd", "rsqrt"):
             yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
         if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":
@@ -406,7 +406,7 @@ class OptimConfig:
             if name in DERIVED_ARGUMENTS:
                 yield f"optim.sched_kwargs.{name}: follows from other keys, e.g. train.epochs; leave it out"
 
-    def _problems_of_parts(self) -> Iterator[str]:
+    def _fsdp_problems(self) -> Iterator[str]:
         """Yield an error for each setting that needs unsharded tensors, because fsdp shards parameters and gradients."""
         if self.opt not in OPTIMIZERS_OF_PARTS:
             yield f"optim.opt={self.opt}: needs whole tensors, but parallel=fsdp; use one of {', '.join(OPTIMIZERS_OF_PARTS)}"
@@ -472,9 +472,9 @@ class TrainConfig:
                 yield f"{setting}={metric}: not a metric of train.task={self.task}; use one of {known}"
         if self.task == "multilabel":
             if data.augment.mixes:
-                yield "data.augment.mixup and cutmix: mix images of one label each, but train.task=multilabel"
+                yield "data.augment.mixup and cutmix: mix images of one label each, but train.task=multilabel; set both to 0"
             if data.balance:
-                yield f"data.balance={data.balance}: draws images by their one label, but train.task=multilabel"
+                yield f"data.balance={data.balance}: draws images by their one label, but train.task=multilabel; set it to 0"
             if data.name != "csv" and not is_own_class(data.name):
                 yield f"train.task=multilabel: data={data.name} has one label per image; use data=csv"
 
@@ -529,7 +529,7 @@ class Config:
 
 @dataclass
 class ResolvedParallel(ParallelConfig):
-    """ParallelConfig without `auto` in the keys that decide what a run computes."""
+    """ParallelConfig in which the numbers of devices and threads are integers, not `auto`."""
 
     devices: int = 1
     threads_per_device: int = 1

@@ -1,4 +1,4 @@
-"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Exact at any world size."""
+"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Any number of ranks gives the same result."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def evaluate_config(
     store: Store | None,
     predictions: Path | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Evaluate raw weights, and averaged ones if present. Yield (split, metrics) for `split` (val, test or all).
+    """Evaluate a model on `split` (val, test or all), also with averaged weights if present. Yield (split, metrics).
 
-    `which` checkpoint of `folder`: best, last or a file; None: as result.json names. No folder: the model's weights.
-    `predictions`: a CSV file that gets a line per image.
+    `which`: the checkpoint of the run `folder`, as best, last or a file; None: the one that result.json names. `folder`
+    None: the weights of config.model. `predictions`: a CSV file to write, with a line per image.
     """
     if config.train.deterministic:
         use_deterministic_algorithms()
@@ -77,7 +77,7 @@ def evaluate_config(
             _check_head(config, model, len(dataset.class_names))
         elif contents.get("classes", dataset.class_names) != dataset.class_names:
             difference = class_difference(contents["classes"], dataset.class_names)
-            raise ValueError(f"data: its classes are not those that {folder} was trained on ({difference})")
+            raise ValueError(f"data: expected the same classes as in the run {folder} ({difference})")
         if split not in ("all", *loaders):
             raise ValueError(f"split={split}: this data has no such split; it has {', '.join(loaders)}")
         chosen = list(loaders) if split == "all" else [split]

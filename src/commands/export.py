@@ -19,7 +19,8 @@ from src.commands.load import Trained
 # Largest difference of outputs that counts as rounding, because a traced program may use other kernels. It is relative to
 # the largest score, or absolute if all scores are below 1.
 ROUNDING = 1e-4
-BATCHES = (1, 7)  # compared, because a program may be valid only for the batch with which it was traced
+# Batch sizes for comparing outputs. There are two, because a program may be valid only for the batch size of its trace.
+BATCHES = (1, 7)
 
 
 def export_safetensors(trained: Trained, folder: Path) -> list[str]:
@@ -92,7 +93,9 @@ def export_onnx(trained: Trained, folder: Path) -> list[str]:
 
 def _untraceable(trained: Trained, form: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:300]
-    return ValueError(f"format={form}: torch cannot trace {trained.config.model.name} ({reason})")
+    return ValueError(
+        f"format={form}: torch cannot trace {trained.config.model.name} ({reason}); use format=safetensors"
+    )
 
 
 def _example(trained: Trained, batch: int) -> torch.Tensor:
@@ -103,7 +106,7 @@ def _example(trained: Trained, batch: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def check_same(trained: Trained, loaded: Any, path: Path) -> None:
-    """Compare outputs with the checkpoint's at each of BATCHES. Raises RuntimeError for a difference above ROUNDING."""
+    """Compare the outputs of `loaded` with those of the trained model. Raises RuntimeError above a difference of ROUNDING."""
     for batch in BATCHES:
         images = _example(trained, batch)
         if isinstance(loaded, nn.Module) and not isinstance(loaded, torch.fx.GraphModule):

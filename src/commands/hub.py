@@ -61,7 +61,7 @@ def _model_card(trained: Trained, result: Result) -> str:
     return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         trained=trained,
         config=trained.config,
-        # Images of one's own have the name of their folder.
+        # Image folders and CSV files have no other name than that of their path.
         data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
         result=result,
         environment=read_environment(trained.run),

@@ -17,7 +17,7 @@ from src.schema import ResolvedConfig
 
 @dataclass
 class Trained:
-    """Trained model with its config and preprocessing, returned by `load_trained`."""
+    """Model of a run with its config, preprocessing and class names."""
 
     model: nn.Module  # in evaluation mode
     config: ResolvedConfig
@@ -30,14 +30,15 @@ class Trained:
 
 
 def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
-    """Load the model of a run. `which` checkpoint: best, last or a file; None: the one that result.json names.
+    """Load the model of the run `folder` onto `device`.
 
-    `weights`: model or ema; None: those that checkpoint.metric evaluates.
+    `which`: the checkpoint, as best, last or a file; None: the one that result.json names. `weights`: model or ema (averaged);
+    None: those that checkpoint.metric evaluates.
     """
     config = load_config(folder)
     path, contents = checkpoint.load_from_run(folder, which)
     if "preprocessing" not in contents:
-        raise ValueError(f"{path}: has no preprocessing, because an older version of this project wrote it")
+        raise ValueError(f"{path}: has no preprocessing, because an older version wrote it; train the model again")
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
     size = config.data.image_size

@@ -1,4 +1,4 @@
-"""Plan a config for hardware that is not here: shards, steps, learning rates, FLOPs, and tensor bytes per device.
+"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and tensor bytes per device.
 
 Nothing is allocated: a step runs on fake tensors, and autograd's hooks collect the tensors that the backward pass needs.
 """
@@ -140,7 +140,10 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
 
 
 def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
-    """Return the bytes of gathered parameters at once: those in no block, and two blocks, of which one is fetched ahead."""
+    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and of two blocks.
+
+    The second block is fetched while the first computes.
+    """
     dtype = AUTOCAST[config.train.precision]
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
     blocks = sorted(sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model))

@@ -47,7 +47,7 @@ class PredictionRequest:
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
-    """Return the predictions for all files, on every rank. Each rank predicts every world_size-th file."""
+    """Predict the image files of `request`, shared among the ranks. Return the predictions of all files on every rank."""
     paths = [request.images] if request.images.is_file() else list(image_files(request.images))
     if not paths:
         raise ValueError(f"images={request.images}: no image in this folder")

@@ -20,7 +20,7 @@ Bound = float | None
 
 
 def key(default: Any, *, help: str, only: str = "", **rules: Any) -> Any:
-    """Declare a config key. `help` is one sentence; `only`: the strategy that reads the key; empty: all."""
+    """Declare a config key. `help` is one sentence; `only`: the strategy or tracker that reads the key; empty: all."""
     metadata = {"help": help, "only": only, **rules}
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -137,7 +137,7 @@ class TrackerConfig:
     uri: str | None = key(None, only="mlflow", help="Server; null: MLFLOW_TRACKING_URI, or <output_dir>/mlflow.db.")
 
     def classes(self) -> dict[str, str]:
-        """Map the name of each tracker of the run to its class."""
+        """Map the name of each chosen tracker to the dotted name of its class."""
         use = {"tensorboard": True} if self.use is None else self.use
         built_in = {name: f"src.engine.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {name: built_in[name] if value is True else str(value) for name, value in use.items()}

@@ -33,7 +33,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def parse_command_line(words: list[str]) -> Any:
-    """Parse a command line with the rules of train.py."""
+    """Parse the words of a command line with Hydra's parser, as train.py does. Returns argparse's namespace."""
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser().parse_intermixed_args(words)

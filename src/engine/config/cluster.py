@@ -93,7 +93,7 @@ def gpus_of_gres(cluster: ClusterConfig) -> int:
 
 
 def fill_in(config: Config) -> None:
-    """Replace each `auto` by what the job's nodes have; the machine that submits the job may differ."""
+    """Replace each `auto` of `parallel` by the devices and cores that `cluster` requests; the submitting machine may differ."""
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator == "auto":

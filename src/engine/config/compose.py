@@ -1,4 +1,4 @@
-"""Composes a config from the command line with Hydra, checks it, and saves it as config.yaml. Imports no torch.
+"""Compose a config from the command line with Hydra, check it, and save it as config.yaml. Imports no torch.
 
 `hydra.main` is not used: it creates a folder before it composes, prints errors over many lines, and accepts `+sed=1`.
 """
@@ -71,15 +71,17 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
             # A block of Hydra's config is null, or hydra.job.env_copy names a variable that is not set.
             params = (word.input_line for word in overrides if word.key_or_group.startswith("hydra.sweeper.params"))
             given = next(params, "hydra")
-            raise ValueError(f"{given}: invalid value below hydra.; leave it out (sweep with -m key=a,b)") from None
+            raise ValueError(f"{given}: Hydra cannot use this value; leave it out (sweep with -m key=a,b)") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
-                raise ValueError(f"experiment={experiment}: a sweep (it has hydra.sweeper.params); add -m")
+                raise ValueError(
+                    f"experiment={experiment}: it is a sweep, because it sets hydra.sweeper.params; add -m"
+                )
             if config.search.sampler is not None:
-                raise ValueError(f"search.sampler={config.search.sampler}: a search; add -m")
+                raise ValueError(f"search.sampler={config.search.sampler}: starts a search; add -m")
             check_combination(config)
         return Command(config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
@@ -136,7 +138,7 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
 
 
 def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Config:
-    """Merge a composed tree into the schema, unless that is done, and check the values."""
+    """Convert a composed tree to a Config and check each value. `merged`: the tree merged into the schema, if known."""
     try:
         config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
     except OmegaConfBaseException as error:
@@ -162,9 +164,9 @@ def _schema() -> DictConfig:
 
 
 def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:
-    """Write `config` and the block of run folders to `folder/config.yaml`, with the command that runs it again.
+    """Write `config` to `folder/config.yaml`, with Hydra's names of run folders and the command that runs it again.
 
-    `parts`: for a run that was resumed with other settings, a command line per attempt.
+    `parts`: for a run that was resumed with other settings, the command line of each attempt.
     """
     hydra: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "default.yaml"))
     resolved = OmegaConf.structured(config)
@@ -191,7 +193,7 @@ def load_config(folder: Path) -> ResolvedConfig:
         if OmegaConf.select(task, "optim.sched") == "none":
             task.optim.update({"sched": "constant", "warmup_epochs": 0.0, "layer_decay": None})
     except (OSError, ValueError, YAMLError):
-        raise ValueError(f"{folder}: no readable config.yaml of a run here") from None
+        raise ValueError(f"{folder}: expected a run folder, but it has no readable config.yaml") from None
     drop_removed_keys(task)
     return as_resolved(to_config(task))
 

@@ -1,4 +1,4 @@
-"""Reads configs that an older version saved: removed keys are dropped if they hold their old default."""
+"""Read configs that an older version saved: drop keys that no longer exist, if they have their old default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces every `auto` by what this machine has, and refuses configs that cannot run here, before they are saved."""
+"""Replace every `auto` by what this machine has, and refuse configs that cannot run here, before they are saved."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         if not hardware.has_mps():
             yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
         if not parallel.has_one_device:
-            yield f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or accelerator=cpu"
+            yield f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or parallel.accelerator=cpu"
     if config.model.sync_bn:
-        yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA"
+        yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
     if config.train.precision == "tf32":
         yield f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; use fp32 or bf16"
 
@@ -163,4 +163,4 @@ def _unfit_batch(config: ResolvedConfig) -> Iterator[str]:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
         yield f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}"
     if config.data.augment.mixes and (batch // devices if has_ranks else batch) % 2:
-        yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even"
+        yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even; change data.batch_size"

@@ -1,4 +1,4 @@
-"""Known names and suggestions for a misspelled one. timm's files are read as text, because its import takes 3 s."""
+"""Names that a config may use, and suggestions for a misspelled name. timm's files are read as text: its import takes 3 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validates a config: bounds and choices of the schema, names that must exist, and the rules of its groups.
+"""Validate a config: bounds and choices of the schema, names that must exist, and the rules of its groups.
 
 A rule yields an error message per problem: key, value and fix. Imports no torch.
 """
@@ -43,7 +43,7 @@ def check_values(config: Config) -> None:
 
 
 def check_combination(config: Config) -> None:
-    """Refuse keys that cannot work together, by the rules of `cluster` and those next to the keys in src/schema.py."""
+    """Refuse keys that cannot work together, by the rules of `cluster` and by the method `problems` of each group."""
     groups = [group for group in vars(config).values() if hasattr(group, "problems")]
     refuse(cluster_rules(config), *(group.problems(config) for group in groups))
 
@@ -132,6 +132,6 @@ def _training(config: Config) -> Iterator[str]:
     for name, path in config.tracker.classes().items():
         yield from () if name in TRACKERS else _own_class(f"tracker.use.{name}", path)
     if opt == "adahessian":
-        yield "optim.opt=adahessian: requires second derivatives of the loss, which this trainer does not compute"
+        yield "optim.opt=adahessian: requires second derivatives, which the training step does not compute; use e.g. adamw"
     if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):
         yield "search.storage: expected sqlite:///<file>, postgresql://… or mysql://…"

@@ -1,4 +1,4 @@
-"""Model of the step time, fitted to the device counts of a sweep, to forecast more devices. Pure functions.
+"""Model of the step time, fitted to the device counts of a sweep, to forecast the speed on more devices.
 
 A step on n devices, each with b images, that all-reduce S bytes of gradients:
 
@@ -21,14 +21,14 @@ import numpy as np
 
 MOST_HIDDEN = 2 / 3
 LATENCY = 20e-6  # seconds, if too few counts were measured to fit it: typical of TCP within a rack
-UNRELIABLE = 0.15  # relative error of a left-out count above which the forecast is unreliable
+UNRELIABLE = 0.15  # relative error, for a device count left out of the fit, above which the forecast is unreliable
 MISSED = 0.05  # relative error on a measured count above which the model does not describe the sweep
 COUNTS = tuple(2**power for power in range(1, 11))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean step of one run. `ring`: seconds of the ring all-reduce, hidden or exposed, if recorded."""
+    """Mean step time and sizes of one run. `ring`: seconds of the ring all-reduce, hidden or exposed, if recorded."""
 
     devices: int
     images: int  # global batch
@@ -91,7 +91,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Answer:
-    """Forecasts for a list of device counts, with the errors of the fit.
+    """Forecasts for several device counts, with the errors of the fitted model.
 
     `error`: largest relative error of a count that was forecast from the others; None with two counts.
     `residual`: largest relative error on a measured count. `notes`: further doubts.
@@ -198,9 +198,9 @@ def with_link(
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
-    """Refit without each device count in turn. Return the largest relative error at a left-out count, and the fits.
+    """Refit without each device count in turn. Return the largest relative error for the count left out, and the fits.
 
-    Keeps the smallest count, without which compute and hiding cannot be separated. The error is None with two counts.
+    The smallest count is never left out: it separates compute from hidden communication. The error is None with two counts.
     """
     _, *larger = sorted({run.devices for run in runs})
     if len(larger) < 2:

@@ -1,4 +1,4 @@
-"""Plan of a run for one device count, and the table of several plans. src/commands/plan.py computes the numbers."""
+"""Sizes, steps and memory that a run would have on a number of devices, as records and as a printed table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps"
 
 @dataclass
 class Bytes:
-    """Bytes in memory of one device at its peak (end of forward), by kind; under dp, of device 0, which has the most.
+    """Bytes of tensors on one device at the end of the forward pass, their peak; under dp, on device 0, which has the most.
 
-    `buckets`: ddp's copies of gradients; `gathered`: what fsdp holds whole besides its parts.
+    `buckets`: ddp's copies of gradients; `gathered`: whole parameters that fsdp holds next to its shards.
     """
 
     weights: int
@@ -33,7 +33,7 @@ class Bytes:
 
 @dataclass
 class Plan:
-    """Plan for one device count. If it cannot run, only `reason` is set."""
+    """Plan of a run on `devices` devices. If it cannot run, only `reason` is set."""
 
     devices: int
     reason: str = ""

@@ -55,7 +55,7 @@ def notes_on(model: Model, runs: list[Measured]) -> list[str]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the run's mean step; None for dp, concurrent jobs, and runs outside a block, unfinished or untimed."""
+    """Return the step time and sizes of a run; None if it is of dp, unfinished, untimed, next to other jobs, or of no sweep."""
     speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
     alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours and run.block is not None
     if not (alone and speed and batch and run.devices):
@@ -81,6 +81,7 @@ def setting_of(run: RunRecord) -> str:
 
 
 def as_text(answers: dict[str, Answer]) -> Iterator[str]:
+    """Yield the lines of the printed forecast: fitted costs, doubts, and a table each for strong and weak scaling."""
     for name, answer in answers.items():
         model = answer.model
         link = model.across or model.link
