@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from src.engine.forecast.model import Answer, Link, Measured, Model, fit, forecast, leave_one_out
-from src.engine.forecast.table import as_text, forecast_sweep, notes_on
+from src.engine.forecast.model import Answer, Link, Measured, Model, fit, forecast, leave_one_out, notes_on
+from src.engine.forecast.table import as_text, forecast_sweep
 from src.engine.record.jobs import Job, Jobs
 from src.engine.record.result import Result, write_result
 

@@ -30,7 +30,6 @@ from src.schema import Config, ResolvedConfig, as_resolved
 
 CONF = ROOT / "conf"
 VERSION_BASE = "1.3"
-ONLY_HYDRA = ("hydra", "defaults")  # parts of a composed tree that no run reads
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
 
 
@@ -200,7 +199,7 @@ def load_config(folder: Path) -> ResolvedConfig:
 
 def _task_of(tree: Any) -> DictConfig:
     """Return the composed config without its `hydra` block and the other entries that only Hydra uses."""
-    return OmegaConf.masked_copy(tree, [key for key in tree if key not in ONLY_HYDRA])
+    return OmegaConf.masked_copy(tree, [key for key in tree if key not in ("hydra", "defaults")])
 
 
 def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ MOST_HIDDEN = 2 / 3
 LATENCY = 20e-6  # seconds, if too few counts were measured to fit it: typical of TCP within a rack
 UNRELIABLE = 0.15  # relative error, for a device count left out of the fit, above which the forecast is unreliable
 MISSED = 0.05  # relative error on a measured count above which the model does not describe the sweep
+NEGLIGIBLE = 1e-3  # share of a step, or of h, below which a fitted cost is at its bound
 COUNTS = tuple(2**power for power in range(1, 11))
 
 
@@ -103,7 +104,7 @@ class Answer:
     verdict: str
     strong: list[Forecast]
     weak: list[Forecast]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if: float | None) -> Answer:
@@ -145,6 +146,7 @@ def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if
         verdict=_verdict(error, residual, any(value is not None for value in what_if.values())),
         strong=[row(n, images / n, images) for n in shown if n <= images],
         weak=[row(n, per_device, per_device) for n in shown],
+        notes=notes_on(fitted, runs),
     )
 
 
@@ -236,3 +238,20 @@ def _verdict(error: float | None, residual: float, is_what_if: bool) -> str:
     if is_what_if:
         parts.append("the other link was not measured")
     return "; ".join(parts)
+
+
+def notes_on(model: Model, runs: Sequence[Measured]) -> list[str]:
+    """Return notes on fitted costs that are at a bound, and on the number of flagged runs."""
+    devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
+    step = model.seconds(devices, images)
+    at_bound = {
+        "c1 = 0: a step takes the same time for any batch": model.per_image * images < NEGLIGIBLE * step,
+        "c0 = 0: a step has no fixed cost": 0 < model.fixed < NEGLIGIBLE * step,
+        "β without limit: the all-reduce takes almost no time": model.ring(devices) < NEGLIGIBLE * step,
+        "h = 0: computing hides nothing of the all-reduce": 0 < model.hidden < NEGLIGIBLE,
+        "h = 2/3: the whole backward pass hides the all-reduce": model.hidden > (1 - NEGLIGIBLE) * MOST_HIDDEN,
+    }
+    notes = [f"at its bound: {cost}" for cost, is_at_bound in at_bound.items() if is_at_bound]
+    if flagged := sum(run.flagged for run in runs):
+        notes.append(f"{flagged} of {len(runs)} runs are flagged as disturbed; the sweep's report.html has the reasons")
+    return notes

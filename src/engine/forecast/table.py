@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import pandas as pd
 
 from src.engine.analysis.runs import RunRecord
-from src.engine.forecast.model import MOST_HIDDEN, Answer, Measured, Model, fit, forecast
+from src.engine.forecast.model import Answer, Measured, forecast
 from src.engine.report.collect import collect
-
-NEGLIGIBLE = 1e-3  # share of a step, or of h, below which a fitted cost is at its bound
 
 
 def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
@@ -31,27 +28,7 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
             f"{folder}: expected timed runs of single or ddp with equal settings on two or more device counts, done and "
             "without concurrent jobs; sweep over parallel.devices"
         )
-    answers = {}
-    for name, runs in enough.items():
-        answers[name] = replace(forecast(runs, **options), notes=notes_on(fit(runs), runs))
-    return answers
-
-
-def notes_on(model: Model, runs: list[Measured]) -> list[str]:
-    """Return notes on fitted costs that are at a bound, and on the number of flagged runs."""
-    devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
-    step = model.seconds(devices, images)
-    at_bound = {
-        "c1 = 0: a step takes the same time for any batch": model.per_image * images < NEGLIGIBLE * step,
-        "c0 = 0: a step has no fixed cost": 0 < model.fixed < NEGLIGIBLE * step,
-        "β without limit: the all-reduce takes almost no time": model.ring(devices) < NEGLIGIBLE * step,
-        "h = 0: computing hides nothing of the all-reduce": 0 < model.hidden < NEGLIGIBLE,
-        "h = 2/3: the whole backward pass hides the all-reduce": model.hidden > (1 - NEGLIGIBLE) * MOST_HIDDEN,
-    }
-    notes = [f"at its bound: {cost}" for cost, is_at_bound in at_bound.items() if is_at_bound]
-    if flagged := sum(run.flagged for run in runs):
-        notes.append(f"{flagged} of {len(runs)} runs are flagged as disturbed; the sweep's report.html has the reasons")
-    return notes
+    return {name: forecast(runs, **options) for name, runs in enough.items()}
 
 
 def read_measured(run: RunRecord) -> Measured | None:
