@@ -196,7 +196,7 @@ def _number(value: Any) -> Any:
 
 
 def changes(settings: Settings) -> tuple[list[str], Settings]:
-    """Return config-group overrides (data=…), and the remaining settings to write, in the order of our keys."""
+    """Return config-group overrides (data=…), and the other settings to write, in the order of src/schema.py."""
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
     command = compose_command(parse_command_line([*options, f"data.name={name}", ROOT]))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from src.engine.config.arguments import CommandLine, errors_in_one_line, number
 from src.engine.machine.process import exit_process
 from src.engine.machine.ranks import Ranks, ranks_from_environment
-from src.schema import Config, DataConfig, ParallelConfig
+from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
 
 
 @errors_in_one_line
@@ -43,18 +43,28 @@ def main(argv: list[str]) -> int:
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
     ranks = ranks_from_environment(os.environ)
-    if given.parallel == "ddp" and ranks is None:
-        from src.engine.config.resolve import resolve
+    parallel = _resolved(given, ranks)
+    if parallel.has_ranks and ranks is None:
         from src.engine.launch.torchrun import start_as_ranks
 
-        parallel = ParallelConfig(strategy="ddp", devices=given.devices)
-        data = DataConfig(batch_size=None, batch_size_per_device=given.batch_size)
-        return start_as_ranks(resolve(Config(parallel=parallel, data=data)).parallel, __file__, argv)
-    _predict(given, ranks)
+        return start_as_ranks(parallel, __file__, argv)
+    _predict(given, parallel, ranks)
     return 0
 
 
-def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
+def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParallel:
+    """Resolve the strategy and the number of devices for this machine, or for the ranks that torchrun started."""
+    from src.engine.config.resolve import resolve
+    from src.engine.config.validate import check_combination
+
+    parallel = ParallelConfig(strategy=given.parallel, devices=given.devices)
+    config = Config(parallel=parallel, data=DataConfig(batch_size=None, batch_size_per_device=given.batch_size))
+    check_combination(config)
+    sizes = (ranks.world_size, ranks.local_world_size) if ranks is not None and parallel.has_ranks else ()
+    return resolve(config, *sizes).parallel
+
+
+def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks | None) -> None:
     from src.commands.predict import PredictionRequest, predict
     from src.engine.launch.rendezvous import open_store
     from src.engine.machine.process import kill_on_parent_exit
@@ -69,12 +79,12 @@ def _predict(given: argparse.Namespace, ranks: Ranks | None) -> None:
         topk=given.topk,
         batch_size=given.batch_size,
         workers=given.workers,
-        parallel=ParallelConfig(strategy=given.parallel, devices=given.devices),
+        parallel=parallel,
     )
     if ranks is not None:
         kill_on_parent_exit()
     ranks = ranks or Ranks()
-    predictions = predict(request, ranks, open_store(ranks) if given.parallel == "ddp" else None)
+    predictions = predict(request, ranks, open_store(ranks) if parallel.has_ranks else None)
     if ranks.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:

@@ -239,7 +239,7 @@ class DataConfig:
             yield "data.mean and data.std: set both or neither"
 
     def _split_problems(self) -> Iterator[str]:
-        """Yield an error for each split key that the dataset does not read. Your own dataset may read all of them."""
+        """Yield an error message for each split key that the dataset does not read. Your own dataset may read all of them."""
         readers = {
             "val_fraction": ("folder", "csv"),
             "test_fraction": ("folder", "csv"),
@@ -312,7 +312,7 @@ class ParallelConfig:
         return self.strategy != "auto" and not self.has_ranks
 
     def choose_strategy(self, several: bool) -> None:
-        """Replace strategy `auto` by the built-in one for `several` devices, or else for one device."""
+        """Replace strategy `auto`: by ddp for `several` devices, by single for one."""
         if self.strategy == "auto":
             self.strategy = "ddp" if several else "single"
 

@@ -33,7 +33,7 @@ from src.engine.record.result import read_result
 from src.engine.runtime.evaluation import evaluate
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.schema import ParallelConfig
+from src.schema import ParallelConfig, ResolvedParallel
 from src.train.losses import softmax_losses
 from src.train.metrics import METRICS, confusion, details
 
@@ -202,7 +202,7 @@ def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_p
     mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
     with torch.no_grad():
         scores = trained.model((image[None] / 255 - mean) / std)[0, :10]
-    parallel = ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1)
+    parallel = ResolvedParallel(strategy="single", accelerator="cpu")
     asked = PredictionRequest(with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel)
     (actual,) = predict(asked, Ranks(), None)
     assert actual.probabilities == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)

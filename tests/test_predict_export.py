@@ -29,7 +29,7 @@ from src.data.datasets import build_dataset
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.engine.record.result import Result, write_result
 from src.engine.runtime.predictions import Prediction, write_predictions
-from src.schema import DataConfig, ParallelConfig
+from src.schema import DataConfig, ResolvedParallel
 
 CPU = torch.device("cpu")
 
@@ -48,11 +48,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
-    parallel = ParallelConfig(
+    parallel = ResolvedParallel(
         strategy=more.pop("parallel", "single"),
         devices=more.pop("devices", 1),
         accelerator="cpu",
         threads_per_device=1,
+        backend="gloo",
     )
     defaults: dict[str, Any] = {"checkpoint": None, "weights": None, "topk": 3, "batch_size": 32, "workers": 0}
     return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))

@@ -17,8 +17,6 @@ from torch import Tensor
 from src.commands.load import Trained, load_trained
 from src.data.datasets import Files
 from src.data.transforms import evaluation_transform
-from src.engine.config.resolve import resolve
-from src.engine.config.validate import check_combination
 from src.engine.data.folder import image_files
 from src.engine.data.loader import BatchFetcher, Loader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher
@@ -27,7 +25,7 @@ from src.engine.machine.ranks import Ranks
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.predictions import Prediction
 from src.parallel import build_strategy
-from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
+from src.schema import DataConfig, ResolvedParallel
 from src.train.losses import find_loss
 from src.train.step import AUTOCAST, Autocast
 
@@ -43,7 +41,7 @@ class PredictionRequest:
     topk: int
     batch_size: int  # per rank
     workers: int | str
-    parallel: ParallelConfig
+    parallel: ResolvedParallel
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
@@ -51,7 +49,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     paths = [request.images] if request.images.is_file() else list(image_files(request.images))
     if not paths:
         raise ValueError(f"images={request.images}: no image in this folder")
-    strategy = build_strategy(_resolved(request, ranks), ranks, store)
+    strategy = build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     model = strategy.for_evaluation(
         Autocast(trained.model, strategy.device.type, AUTOCAST[trained.config.train.precision])
@@ -69,15 +67,6 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     merged = {int(number): Prediction(**values) for gathered in by_rank for number, values in gathered.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
     return [merged[number] for number in sorted(merged)]
-
-
-def _resolved(request: PredictionRequest, ranks: Ranks) -> ResolvedParallel:
-    config = Config(
-        parallel=request.parallel, data=DataConfig(batch_size=None, batch_size_per_device=request.batch_size)
-    )
-    check_combination(config)
-    sizes = (ranks.world_size, ranks.local_world_size) if request.parallel.has_ranks else ()
-    return resolve(config, *sizes).parallel
 
 
 def _loader(

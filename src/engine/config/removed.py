@@ -36,7 +36,7 @@ def drop_removed_keys(saved: DictConfig) -> None:
 
 
 def drop_removed_keys_of(repository: Any, name: str) -> None:
-    """Make Hydra's repository drop removed keys from the main config, which an older version may have saved."""
+    """Patch Hydra's config repository: its `load_config` drops removed keys from the main config `name`, a saved one."""
     load = repository.load_config
 
     def load_config(config_path: str) -> Any:

@@ -133,7 +133,7 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         return
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None:
-            yield f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on {parallel.accelerator}"
+            yield f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on {parallel.accelerator}; use null"
     if parallel.backend == "nccl":
         yield f"parallel.backend=nccl: requires CUDA, but this run is on {parallel.accelerator}; use gloo"
     if parallel.accelerator == "mps":

@@ -46,7 +46,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def is_known(key: str) -> bool:
-    """Return True if `key` is a key or section of the schema, or lies below a free dictionary."""
+    """Return True if `key` is a key or section of the schema, or an entry of a dictionary such as model.kwargs."""
     return any(
         f"{known}.".startswith(f"{key}.") or (isinstance(value, dict) and key.startswith(f"{known}."))
         for known, value, _ in leaves(Config())
@@ -54,7 +54,7 @@ def is_known(key: str) -> bool:
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested dicts and lists; the items of a list have the key of the list."""
+    """Yield (dotted key, value) for each plain value in nested dicts and lists; an item of a list has the key of the list."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from plain_values(value, f"{key}.{name}" if key else str(name))
@@ -82,7 +82,7 @@ def key_hint(key: str, more: Iterable[str] = ()) -> str:
 
 
 def check_option(group: str, choice: Any, options: list[str]) -> None:
-    """Refuse an unknown option of `group`, or of a list of options, with the nearest name or model.name=<timm model>."""
+    """Raise ValueError if `choice`, an option or a list of them, is not in the `options` of a config group. Suggests a name."""
     for value in choice if isinstance(choice, list) else [choice]:
         name = yaml_text(value).strip("'\"")
         if isinstance(value, dict | None) or name in options:
@@ -123,7 +123,7 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
 
 
 def _expected(key: str) -> str:
-    """Return the type and the default of a key, or the first key of a section; empty if `key` is neither."""
+    """Return a text with the type and default of a key, or with the first key of a section; empty for an unknown key."""
     below = [(known, value, entry) for known, value, entry in leaves(Config()) if f"{known}.".startswith(f"{key}.")]
     if not below:
         return ""

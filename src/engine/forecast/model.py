@@ -52,7 +52,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """Fitted step-time model. `across`: link between nodes in a what-if forecast; then `link` is within a node."""
+    """Fitted step-time model. `across`: a different link between nodes, as in a what-if forecast; `link` is then within a node."""
 
     fixed: float  # c0, seconds
     per_image: float  # c1, seconds

@@ -53,7 +53,7 @@ class Plan:
 
 
 def show(plans: list[Plan]) -> None:
-    """Print a table with one row per device count, and the warnings below it."""
+    """Print a table of plans, a row per device count, with the warnings below it."""
     console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
     table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
     for row in plans:

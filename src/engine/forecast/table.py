@@ -1,4 +1,4 @@
-"""Forecast for a sweep folder: read its runs, and format the answer as text."""
+"""Read the runs of a sweep folder, forecast the speed on more devices, and format the forecast as text."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def figure(value: float) -> str:
-    """Format a number with three significant digits, or all before the decimal point; never with an exponent."""
+    """Format a number: three significant digits, from 100 on an integer with separators; never with an exponent."""
     if math.isnan(value):
         return "unknown"
     return f"{value:.3g}" if 0.001 <= value < 100 else f"{value:,.0f}"
