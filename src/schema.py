@@ -112,10 +112,6 @@ class ModelConfig:
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
-        metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.objective}
-        for name, metric in metrics.items():
-            if metric.endswith("_ema") and self.ema.decay is None:
-                yield f"{name}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
         if self.pretrained and is_own_class(self.name):
             yield f"model.pretrained=true: timm has no weights for {self.name}; give a file: model.weights=<file>"
         if self.sync_bn and not whole.parallel.has_ranks:
@@ -466,6 +462,8 @@ class TrainConfig:
             yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"
         metrics = {"checkpoint.metric": whole.checkpoint.metric, "optimized_metric": whole.objective}
         for setting, metric in metrics.items():
+            if metric.endswith("_ema") and whole.model.ema.decay is None:
+                yield f"{setting}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
             name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
             if metric.startswith("val/") and name not in metrics_of(self.task):
                 known = ", ".join(f"val/{name}" for name in metrics_of(self.task))

@@ -30,10 +30,9 @@ class Trained:
 
 
 def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
-    """Load the model of the run `folder` onto `device`.
+    """Load the model of a run. `which`: the checkpoint, as best, last or a file; None: the one that result.json names.
 
-    `which`: the checkpoint, as best, last or a file; None: the one that result.json names. `weights`: model or ema (averaged);
-    None: those that checkpoint.metric evaluates.
+    `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates.
     """
     config = load_config(folder)
     path, contents = checkpoint.load_from_run(folder, which)

@@ -13,7 +13,7 @@ from src.engine.keys import TRACKERS
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.ranks import starter
-from src.schema import Config, DataConfig, ResolvedConfig, ResolvedParallel, as_resolved
+from src.schema import Config, DataConfig, ResolvedConfig, as_resolved
 
 
 def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
@@ -41,7 +41,7 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
     if parallel.backend == "auto":
         parallel.backend = "nccl" if parallel.accelerator == "cuda" else "gloo"
     resolved = as_resolved(config)
-    refuse(_unfit_shards(resolved.parallel), _unfit_batch(resolved))
+    refuse(_unfit_sizes(resolved))
     return resolved
 
 
@@ -147,15 +147,13 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         yield f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; use fp32 or bf16"
 
 
-def _unfit_shards(parallel: ResolvedParallel) -> Iterator[str]:
-    size, devices = parallel.shard_size, parallel.devices
+def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
+    """Yield an error message if the devices cannot share the batch, or be divided into groups of shard_size."""
+    has_ranks, devices, batch = config.parallel.has_ranks, config.parallel.devices, config.global_batch
+    size = config.parallel.shard_size
     if size is not None and devices % size:
         fitting = ", ".join(str(number) for number in range(2, devices + 1) if devices % number == 0)
         yield f"parallel.shard_size={size}: does not divide the {devices} devices; use one of {fitting}, or null"
-
-
-def _unfit_batch(config: ResolvedConfig) -> Iterator[str]:
-    has_ranks, devices, batch = config.parallel.has_ranks, config.parallel.devices, config.global_batch
     if batch < devices:
         yield f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}"
     # The chunks of dp may be unequal; their sizes are recorded.

@@ -157,18 +157,17 @@ def objectives() -> list[str]:
 
 def is_lower_better(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, must be minimized."""
-    metric = _metric_of(objective)
-    return metric is not None and metric.lower_is_better
+    return _metric_of(objective).lower_is_better
 
 
 def is_proportion(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, is from 0 to 1."""
-    metric = _metric_of(objective)
-    return metric is not None and metric.is_proportion
+    return _metric_of(objective).is_proportion
 
 
-def _metric_of(objective: str) -> Metric | None:
-    return known_metrics().get(objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"))
+def _metric_of(objective: str) -> Metric:
+    # images_per_sec is no metric; it has the defaults of one.
+    return known_metrics().get(objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric())
 
 
 @cache
