@@ -123,9 +123,8 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
     optimizer.step()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    parallel, parts = config.parallel, 1
-    if parallel.strategy == "fsdp":
-        parts = parallel.shard_size or parallel.devices
+    parallel = config.parallel
+    parts = (parallel.shard_size or parallel.devices) if parallel.strategy == "fsdp" else 1
     memory = Bytes(
         weights=_size(weights) // parts,
         gradients=_size(gradients) // parts,

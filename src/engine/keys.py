@@ -9,10 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from src.schema import Config
+from typing import Any
 
 # Built-in trackers: name of the package, and of the file in src/engine/trackers/ -> class.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
@@ -142,7 +139,7 @@ class TrackerConfig:
         built_in = {name: f"src.engine.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {name: built_in[name] if value is True else str(value) for name, value in use.items()}
 
-    def problems(self, whole: Config) -> Iterator[str]:
+    def problems(self, whole: object) -> Iterator[str]:
         for key, value, entry in leaves(self, "tracker."):
             tracker = entry.metadata.get("only")
             if value is not None and tracker and tracker not in self.classes():

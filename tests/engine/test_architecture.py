@@ -88,7 +88,7 @@ NO_TORCH_AT_THE_TOP = (
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
 LINES_OF_A_FILE = 260
 # Lists of keys and of arguments, looked up and not read.
-LONG_FILES = {"src/schema.py": 592, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 262}
+LONG_FILES = {"src/schema.py": 590, "src/engine/report/claims.py": 277, "scripts/from_timm.py": 262}
 
 
 def name_of(path: Path) -> str:

@@ -24,11 +24,10 @@ def cluster_rules(config: Config) -> Iterator[str]:
         yield f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; use parallel=auto"
     if cluster.scheduler == "local":
         return
-    default = ClusterConfig()
     for scheduler, keys in KEYS_OF.items():
         for key in keys:
             value = getattr(cluster, key)
-            if scheduler != cluster.scheduler and value != getattr(default, key):
+            if scheduler != cluster.scheduler and value != getattr(ClusterConfig, key):
                 yield f"cluster.{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
         yield f"cluster.{'image' if cluster.image is None else 'claim'}: required by cluster=kubernetes"

@@ -56,10 +56,8 @@ def check_hydra_block(tree: DictConfig) -> None:
     """Refuse a composed config in which a `hydra` key that is not allowed differs from its default."""
     given = {pair for pair in _pairs(tree) if not _is_below(pair[0], (*SETTABLE, *FILLED_IN))}
     # A main config without conf/hydra/default.yaml, such as a run's config.yaml, has Hydra's own defaults.
-    changed = given - _defaults("+hydra=default")
-    if changed:
-        changed -= _defaults()
-    if changed:
+    unusual = given - _defaults("+hydra=default")
+    if unusual and (changed := unusual - _defaults()):
         key, value = min(changed)
         raise ValueError(f"hydra.{key}={value}: fixed; below hydra set only {', '.join(SETTABLE)}")
     # Hydra has only an assertion for these values.

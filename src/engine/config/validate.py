@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from src.engine.config import suggest as names
 from src.engine.config.cluster import cluster_rules
-from src.engine.config.suggest import hint
+from src.engine.config.suggest import hint, objectives, own_class_exists, timm_models, timm_optimizers, timm_tags
 from src.engine.keys import TRACKERS, is_own_class, leaves
 from src.schema import DATASETS, STRATEGIES, Config, is_timm_dataset, known_metrics, loss_tasks
 
@@ -82,9 +81,9 @@ def _model(config: Config) -> Iterator[str]:
         yield from _own_class("model.name", name)
         return
     architecture, _, tag = name.partition(".")
-    if architecture not in names.timm_models():
-        yield f"model.name={name}: timm has no such model{hint(architecture, names.timm_models())}"
-    tags = [known for known in names.timm_tags() if known.startswith(f"{architecture}.")] if tag else []
+    if architecture not in timm_models():
+        yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
+    tags = [known for known in timm_tags() if known.startswith(f"{architecture}.")] if tag else []
     if tags and name not in tags:
         yield f"model.name={name}: timm has no such weights{hint(name, tags)}"
     for key in sorted(set(config.model.kwargs).intersection(LOADING)):
@@ -92,14 +91,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _own_class(key: str, name: str) -> Iterator[str]:
-    if not names.own_class_exists(name):
+    if not own_class_exists(name):
         yield f"{key}={name}: no such class; expected src.<module>.<Class> with <module> a file under src/"
 
 
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *STRATEGIES)
-    if name not in known and not (name.startswith("src.parallel.") and names.own_class_exists(name)):
+    if name not in known and not (name.startswith("src.parallel.") and own_class_exists(name)):
         yield f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give src.parallel.<module>.<Class>"
 
 
@@ -120,10 +119,10 @@ def _training(config: Config) -> Iterator[str]:
     opt, storage = config.optim.opt, config.search.storage
     val_metrics = [f"val/{name}{suffix}" for suffix in ("", "_ema") for name in known_metrics()]
     for key, name, known in (
-        ("optim.opt", opt, names.timm_optimizers()),
+        ("optim.opt", opt, timm_optimizers()),
         ("train.loss", config.train.loss, loss_tasks()),
         ("checkpoint.metric", config.checkpoint.metric, val_metrics),
-        ("optimized_metric", config.objective, names.objectives()),
+        ("optimized_metric", config.objective, objectives()),
     ):
         if key == "train.loss" and is_own_class(name):
             yield from _own_class(key, name)

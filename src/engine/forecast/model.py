@@ -111,13 +111,9 @@ def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if
     """Fit the model and apply it to `counts`. `what_if`: bandwidth (bytes/s), latency (s), devices_per_node, or None.
 
     Strong: all counts use the largest count's global batch. Weak: all use the smallest count's batch per device.
-    Raises ValueError for runs of fewer than two device counts.
+    `runs` must have two or more device counts.
     """
-    if len({run.devices for run in runs}) < 2:
-        counted = runs[0].devices if runs else 0
-        raise ValueError(
-            f"parallel.devices={counted}: the only count measured, but a forecast needs two; sweep over parallel.devices"
-        )
+    assert len({run.devices for run in runs}) > 1
     fitted = fit(runs)
     error, fits = leave_one_out(runs)
     residual = largest_residual(fitted, runs)

@@ -70,7 +70,12 @@ class Prediction:
 
 def write_predictions(predictions: list[Prediction], form: str, output: Path | None) -> None:
     """Write the predictions as `form` (console, csv or json) to the file `output`, or to stdout if it is None."""
-    text = {"console": _as_lines, "csv": _as_csv, "json": _as_json}[form](predictions)
+    if form == "json":
+        text = json.dumps([asdict(image) for image in predictions], indent=1) + "\n"
+    elif form == "csv":
+        text = _as_csv(predictions)
+    else:
+        text = "".join(map(_as_line, predictions))
     # The name of a file may not be UTF-8.
     text = text.encode(errors="replace").decode()
     if output is None:
@@ -79,12 +84,9 @@ def write_predictions(predictions: list[Prediction], form: str, output: Path | N
         write_text(output, text)
 
 
-def _as_lines(predictions: list[Prediction]) -> str:
-    lines = []
-    for image in predictions:
-        best = [f"{name} {share:.4f}" for name, share in zip(image.classes, image.probabilities, strict=True)]
-        lines.append(f"{image.path}  {', '.join(best) or 'unreadable'}\n")
-    return "".join(lines)
+def _as_line(image: Prediction) -> str:
+    best = [f"{name} {share:.4f}" for name, share in zip(image.classes, image.probabilities, strict=True)]
+    return f"{image.path}  {', '.join(best) or 'unreadable'}\n"
 
 
 def _as_csv(predictions: list[Prediction]) -> str:
@@ -97,7 +99,3 @@ def _as_csv(predictions: list[Prediction]) -> str:
     # An unreadable image has no classes, so the longest row names the columns.
     columns = max((list(row) for row in rows), key=len)
     return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
-
-
-def _as_json(predictions: list[Prediction]) -> str:
-    return json.dumps([asdict(image) for image in predictions], indent=1) + "\n"
