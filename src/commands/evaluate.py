@@ -24,7 +24,8 @@ from src.engine.runtime.determinism import use_deterministic_algorithms
 from src.engine.runtime.evaluation import Evaluation, evaluate
 from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
 from src.engine.runtime.replica_checks import measured_world_size
-from src.models.weights import load_weights, preprocessing_of
+from src.engine.runtime.weights import preprocessing_of
+from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_evaluation

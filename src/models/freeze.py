@@ -55,16 +55,25 @@ def head_names(model: Any) -> set[str]:
     return {name for name in model.state_dict() if name.startswith(prefixes)}
 
 
+def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
+    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model that is not timm's."""
+    if not hasattr(model, "group_matcher"):
+        return {}
+    numbers: dict[str, int] = group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
+    return numbers
+
+
 def _first_groups(model: Any, count: int) -> list[str]:
     """Return the parameter names of timm's first `count` coarse groups."""
-    if not hasattr(model, "group_matcher"):
+    groups = groups_of(model, coarse=True)
+    if not groups:
         raise ValueError(
             f"model.freeze={count}: this model has no group_matcher; give backbone, or a regular expression"
         )
-    groups = group_parameters(model, model.group_matcher(coarse=True))
-    if count >= len(groups):
-        raise ValueError(f"model.freeze={count}: the model has {len(groups)} groups, and the last one must be trained")
-    return [name for number in range(count) for name in groups[number]]
+    if count > max(groups.values()):
+        total = max(groups.values()) + 1
+        raise ValueError(f"model.freeze={count}: the model has {total} groups, and the last one must be trained")
+    return [name for name, number in groups.items() if number < count]
 
 
 def _roots(names: list[str]) -> list[str]:

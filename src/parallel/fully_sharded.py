@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from src.engine.parallel import shards
+from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.communication import Communication
 from src.engine.parallel.lockstep import Lockstep
 from src.engine.parallel.shard_traffic import ShardTraffic
-from src.models.blocks import blocks_of, vector_layers
+from src.models.freeze import groups_of
 from src.parallel.distributed import Distributed
 
 
@@ -52,7 +53,7 @@ class FullySharded(Distributed):
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
         # From the inside out, because a module takes the parameters that its blocks have left.
-        for part in dict.fromkeys([*policies, *blocks_of(module), module]):
+        for part in dict.fromkeys([*policies, *blocks_of(module, groups_of), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(part, mesh=self.mesh, reshard_after_forward=self.config.reshard_after_forward, mp_policy=policy)
             shards.announce_waiting(part)

@@ -19,22 +19,22 @@ from src.engine.data.loader import BatchFetcher, Loader, TrainLoader, num_worker
 from src.engine.data.prefetch import DevicePrefetcher
 from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
 from src.engine.parallel.strategy import Strategy
-from src.engine.runtime.interfaces import BuiltRun
-from src.engine.runtime.meter import Meter
+from src.engine.runtime.interfaces import BuiltRun, TrainState
+from src.engine.runtime.model_checks import check_image_size, compile_model
+from src.engine.runtime.progress import count_steps
 from src.engine.runtime.replica_checks import check_same_data
-from src.engine.runtime.step_hooks import StepHooks
-from src.engine.runtime.step_profiler import ProfiledStepHooks
-from src.models.build import build_model, check_image_size, compile_model
+from src.engine.runtime.step_profiler import build_hooks
+from src.engine.runtime.weights import preprocessing_of
+from src.models.build import build_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.models.weights import load_weights, preprocessing_of
+from src.models.weights import load_weights
 from src.schema import ResolvedConfig, is_timm_dataset
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule
-from src.train.state import TrainState, count_steps
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 class RunParts(BuiltRun):
     """Parts of a training run on this rank, built from the config."""
-
-    state: TrainState
 
     def __init__(self, config: ResolvedConfig, strategy: Strategy) -> None:
         self.config, self.strategy = config, strategy
@@ -73,26 +71,11 @@ class RunParts(BuiltRun):
         if config.data.augment.mixes:
             self.mixing = Mixing(config.data.augment, config.train.smoothing, outputs, config.seed, strategy.group.rank)
         self.communication = strategy.communication(self.state.wrapped)
-        self.hooks = self._build_hooks()
+        self.hooks = build_hooks(config, strategy, self.communication, self.total_steps)
         self.numbers = {}
         self.segments = []
         # By split, and split_ema.
         self.confusions: dict[str, torch.Tensor] = {}
-
-    def _build_hooks(self) -> StepHooks:
-        config, strategy = self.config, self.strategy
-        untimed, recorded = config.train.untimed_steps, config.train.profile_steps
-        meter = Meter(
-            config.global_batch * config.train.accumulate,
-            self.total_steps,
-            None if strategy.device.type == "cpu" else torch.Event(strategy.device),
-            start_measuring=self.communication.start_measuring,
-            untimed=untimed,
-            energy=strategy.telemetry.energy,
-        )
-        if untimed is None or recorded is None:
-            return StepHooks(meter, strategy.group.stop)
-        return ProfiledStepHooks(meter, strategy, self.communication, untimed, recorded)
 
 
 @dataclasses.dataclass
@@ -118,7 +101,7 @@ def build_evaluation(
         model = build_model(config.model, len(dataset.class_names), dataset.in_chans, size, strategy.device)
     of_weights = None if config.model.weights is None else preprocessing_of(Path(config.model.weights))
     preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
-    check_image_size(model, preprocessing, len(dataset.class_names), strategy.device)
+    check_image_size(model, preprocessing.input_size, len(dataset.class_names), strategy.device)
     prefetcher = DevicePrefetcher(strategy.device, preprocessing.mean, preprocessing.std, config.model.channels_last)
     group, loaders = strategy.group, {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):

@@ -19,10 +19,10 @@ from src.engine.data.prefetch import Batch
 from src.engine.faults.liveness import BACKWARD, FORWARD, READING
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.determinism import seed_step
+from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.metric_window import MetricWindow
 from src.engine.runtime.step_hooks import StepHooks
 from src.schema import Config, OptimConfig
-from src.train.state import TrainState
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 

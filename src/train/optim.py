@@ -11,6 +11,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
+from src.engine.machine.classes import refuse_wrong_arguments
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 
@@ -34,7 +35,7 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bo
         kwargs.setdefault("fused", True)
     if "betas" in kwargs:
         kwargs["betas"] = tuple(kwargs["betas"])
-    try:
+    with refuse_wrong_arguments("optim.kwargs", config.kwargs, config.opt, ValueError, AssertionError):
         optimizer = create_optimizer_v2(
             model,
             opt=config.opt,
@@ -44,8 +45,6 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bo
             layer_decay=config.layer_decay,
             **kwargs,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"optim.kwargs={config.kwargs}: {config.opt} does not accept them ({error})") from None
     if config.head_lr_scale != 1:
         _scale_head(optimizer, model, config.head_lr_scale)
     return optimizer
@@ -82,7 +81,7 @@ def build_schedule(
         # In wsd and rsqrt, timm reads a number below 1 as a share of the schedule.
         is_share = config.decay_epochs < 1 and config.sched in ("wsd", "rsqrt")
         arguments["decay_epochs"] = config.decay_epochs / decay_length if is_share else config.decay_epochs
-    try:
+    with refuse_wrong_arguments("optim.sched_kwargs", config.sched_kwargs, config.sched, ValueError, AssertionError):
         schedule, _ = create_scheduler_v2(
             optimizer,
             sched=config.sched,
@@ -97,9 +96,5 @@ def build_schedule(
             updates_per_epoch=steps_per_epoch,
             **arguments,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"optim.sched_kwargs={config.sched_kwargs}: {config.sched} does not accept them ({error})"
-        ) from None
     assert schedule is not None
     return schedule

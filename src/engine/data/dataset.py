@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from src.schema import Config
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -48,6 +50,16 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index], self.labels[index].item()
+
+
+class Sizes(ImageDataset):
+    """A dataset of which only the sizes are known, because its images are not on this machine."""
+
+    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
+        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.in_chans = config.model.in_chans or 3
+        # Only its length is read.
+        self.train = self.val = cast(Split, range(num_images))
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:

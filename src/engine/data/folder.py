@@ -77,8 +77,22 @@ def _group_of(path: str, data: DataConfig) -> str:
     return match.group(1) if match.groups() else match.group()
 
 
-def check_trained_folder(root: Path) -> None:
-    """Raise ValueError for a folder that cannot be trained on. Checks one file per class, to be fast on large data."""
+def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
+    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class, to be fast on large data.
+
+    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of them); None: to train on.
+    """
+    if data.root is None:
+        raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
+    if data.val_fraction is not None:
+        _check_class_folders(Path(data.root))
+    elif evaluated is None:
+        _check_trained_folder(Path(data.root))
+    else:
+        _check_evaluated_folder(Path(data.root), evaluated)
+
+
+def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
             raise ValueError(
@@ -97,8 +111,7 @@ def check_trained_folder(root: Path) -> None:
             _check_split(folder)
 
 
-def check_class_folders(root: Path) -> None:
-    """Raise ValueError for a folder without `<root>/<class>/<image>`, which data.val_fraction needs."""
+def _check_class_folders(root: Path) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
     names = class_names(root)
@@ -109,8 +122,7 @@ def check_class_folders(root: Path) -> None:
     _check_split(root)
 
 
-def check_evaluated_folder(root: Path, split: str) -> None:
-    """Raise ValueError for a folder without the `split` to evaluate on: val, test, or all, which needs one of them."""
+def _check_evaluated_folder(root: Path, split: str) -> None:
     candidates = [root / name for name in (("val", "test") if split == "all" else (split,))]
     folders = [folder for folder in candidates if folder.is_dir()]
     if not folders:

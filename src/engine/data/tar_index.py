@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from src.engine.data.dataset import IMAGE_SUFFIXES, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from src.engine.data.decode import decode
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
 # (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name. Hidden files do not match.
 KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
-Decode: TypeAlias = "Callable[[bytes, str], Tensor]"  # encoded image, name for messages -> uint8 [C, H, W]
 Member = tuple[int, int, int, str]  # of an image: number of its tar, bytes before it, its bytes, label
 LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
-def read_splits(root: Path, names: list[str], webdataset: bool, decode: Decode) -> tuple[list[TarSplit], list[str]]:
+def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
     """Return the splits `names`, and the first split's classes: for webdataset the numbers up to its largest label."""
     tars = [find_tars(root, name) for name in names]
     for name, paths in zip(names[1:], tars[1:], strict=True):
@@ -41,15 +37,15 @@ def read_splits(root: Path, names: list[str], webdataset: bool, decode: Decode) 
     members = [_read_index(paths, webdataset) for paths in tars]
     labels = {label for *_, label in members[0]}
     classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
-    return [TarSplit(paths, index, classes, decode) for paths, index in zip(tars, members, strict=True)], classes
+    return [TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)], classes
 
 
 class TarSplit:
     """A split read from tar files by image index. Holds the position and label of each image."""
 
-    def __init__(self, tars: list[Path], members: list[Member], classes: list[str], decode: Decode) -> None:
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
-        self.tars, self._decode = tars, decode
+        self.tars = tars
         self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
         try:
             self.labels = np.array([numbers[label] for *_, label in members])
@@ -64,7 +60,7 @@ class TarSplit:
         with open(path, "rb", buffering=0) as tar:
             tar.seek(offset)
             encoded = tar.read(int(self.size[index]))
-        return self._decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
+        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
 def find_tars(root: Path, split: str) -> list[Path]:

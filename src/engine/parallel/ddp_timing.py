@@ -112,3 +112,9 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
         return []
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return [trained[int(number)].removeprefix("model.model.") for number in match.group(1).split()]
+
+
+def has_only_batch_norm_buffers(model: nn.Module) -> bool:
+    """Return True if all buffers are BatchNorm's: training does not read them, so a step need not broadcast them."""
+    owners = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
+    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)

@@ -1,4 +1,4 @@
-"""Decode image files to tensors."""
+"""Decode image files to tensors, and read a split of image files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from src.engine.data.dataset import Sample
+from src.engine.data.fractions import Listing
 from src.engine.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
@@ -81,3 +83,24 @@ def _eight_bit(image: Any) -> Any:
         scale = 255 if values.max(initial=0) <= 1 else 1
         return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
     return image
+
+
+class Files:
+    """A split of image files, each decoded when it is read."""
+
+    def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
+        """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
+        self.files, self.mode = files, mode
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, label = self.files[index]
+        return decode_file(path, self.mode), label
+
+
+def files_of(listing: Listing) -> tuple[Any, Any, Any]:
+    """Return the train, val and test splits of a listing as Files; None for a missing split."""
+    splits = {name: Files(files) for name, files in listing.items()}
+    return splits.get("train"), splits.get("val"), splits.get("test")
