@@ -86,12 +86,12 @@ class Csv(ImageDataset):
 def build_dataset(
     config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
 ) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_classes`: the class names of a trained run to evaluate on it."""
+    """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be evaluated on it."""
     check_root(config)
     name = "timm" if is_timm_dataset(config.name) else config.name
     dataset_class = import_class(DATASETS.get(name, name))
     if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
-        raise ValueError(f"data.name={config.name}: not a class of this project")
+        raise ValueError(f"data.name={config.name}: not a class of this project; give src.<module>.<Class>")
     more: dict[str, Any] = {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
     if config.name == "csv":
         more["multilabel"] = multilabel

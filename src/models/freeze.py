@@ -26,11 +26,12 @@ def freeze(model: Any, which: int | str | None) -> str:
     else:
         frozen = [name for name in names if re.match(which, name)]
     if not frozen:
+        roots = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(
-            f"model.freeze={which}: no parameter name begins so; the names begin with {', '.join(_roots(names))}"
+            f"model.freeze={which}: matches the start of no parameter name; the names start with {', '.join(roots)}"
         )
     if len(frozen) == len(names):
-        raise ValueError(f"model.freeze={which}: leaves no parameter to train")
+        raise ValueError(f"model.freeze={which}: leaves no parameter to train; freeze fewer")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return f"{len(frozen)} of {len(names)} tensors of parameters (model.freeze={which})"
@@ -74,7 +75,3 @@ def _first_groups(model: Any, count: int) -> list[str]:
         total = max(groups.values()) + 1
         raise ValueError(f"model.freeze={count}: the model has {total} groups, and the last one must be trained")
     return [name for name, number in groups.items() if number < count]
-
-
-def _roots(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(name.partition(".")[0] for name in names))

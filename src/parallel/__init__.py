@@ -24,6 +24,6 @@ def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) 
 
     strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):
-        raise ValueError(f"parallel.strategy={config.strategy}: must extend Single of src/parallel/single.py")
+        raise ValueError(f"parallel.strategy={config.strategy}: expected a class that extends Single or Distributed of src/parallel/")
     built: Strategy = strategy(config, ranks, store)
     return built

@@ -37,7 +37,7 @@ class FullySharded(Distributed):
     def wrap(self, step: Any) -> nn.Module:
         # step.model is the model under autocast.
         self.model, self.dtype = step.model.model, step.model.dtype
-        # As DDP does: parts of models that differ would make up a model that no rank has built.
+        # As DDP does. Otherwise, parts of ranks with different initial weights would form the model.
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self.group.broadcast(tensor.detach())
         self.lay_out(self.model)
@@ -52,14 +52,14 @@ class FullySharded(Distributed):
         low = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # From the inside out, because a module takes the parameters that its blocks have left.
+        # From the inside out, because fully_shard takes all parameters that no inner module has taken.
         for part in dict.fromkeys([*policies, *blocks_of(module, groups_of), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(part, mesh=self.mesh, reshard_after_forward=self.config.reshard_after_forward, mp_policy=policy)
             shards.announce_waiting(part)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        # evaluate.py shards nothing.
+        # evaluate.py does not shard the model.
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         return Lockstep(model, self.group, self.device) if is_sharded else model
 

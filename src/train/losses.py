@@ -103,7 +103,7 @@ def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """An option of `train.loss`: its training loss, its evaluation loss and its probabilities."""
+    """An option of `train.loss`: training loss, evaluation loss, and the conversion of scores to probabilities."""
 
     # (config, augment, **train.loss_kwargs) -> criterion, which maps outputs [B, classes] and targets ([B], or
     # [B, classes] under mixup) to a mean loss.
@@ -125,7 +125,7 @@ LOSSES = {
 
 
 def find_loss(name: str) -> Loss:
-    """Return the Loss for a `train.loss`: one of LOSSES, or your class `src.<module>.<Class>`."""
+    """Return the entry of LOSSES for a value of `train.loss`, or build one for your class `src.<module>.<Class>`."""
     if name in LOSSES:
         return LOSSES[name]
     loss_class = import_class(name)

@@ -15,19 +15,19 @@ from src.engine.machine.classes import refuse_wrong_arguments
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 
-# Fused optimizers that torch can apply to a parameter of which each rank has a part.
+# Optimizers whose fused kernel can update a parameter of which each rank has a part.
 FUSED_IN_PARTS = ("adam", "adamw")
 
 
 def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bool = False) -> torch.optim.Optimizer:
-    """Build the optimizer; as in timm, norms and biases have no weight decay. `lr`: scaled by optim.lr_rule."""
+    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled by optim.lr_rule."""
     kwargs = dict(config.kwargs)
     try:
         optimizer_class = get_optimizer_class(config.opt, bind_defaults=False)
     # Some optimizers need Apex or bitsandbytes.
     except (AssertionError, ImportError) as error:
         raise ValueError(
-            f"optim.opt={config.opt}: {error}; install it, or use optim.opt=adamw, which needs no further package"
+            f"optim.opt={config.opt}: {error}; install that package, or use optim.opt=adamw, which needs none"
         ) from None
     accepted = inspect.signature(optimizer_class).parameters if inspect.isclass(optimizer_class) else {}
     # One kernel for all tensors: resnet18's AdamW step on CPU falls from 45 to 15 ms.

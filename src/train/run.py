@@ -81,7 +81,7 @@ class Trainer:
         return self.state.progress
 
     def train(self) -> None:
-        """Run the whole training, from the first console line to result.json."""
+        """Train until the last epoch, evaluate the best weights, and write result.json."""
         parts, strategy = self.parts, self.strategy
         if strategy.is_first and self.config.print_config:
             print_config(self.config, full=self.config.print_config == "full")
@@ -111,7 +111,7 @@ class Trainer:
         strategy.close()
 
     def close(self) -> None:
-        """Close loaders and files, also after an error."""
+        """End loader workers and close log files, also after an error."""
         self.on_close.close()
 
     def resume(self) -> None:
@@ -151,7 +151,7 @@ class Trainer:
             self.stop()
 
     def step_numbers(self, report: StepReport) -> dict[str, float | None]:
-        """Return the numbers to log at a sync step."""
+        """Return name -> value for the log: training metrics, learning rate, gradient norm and speed."""
         meter = self.parts.hooks.meter
         speed = meter.recent()
         return {

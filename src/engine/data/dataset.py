@@ -63,7 +63,7 @@ class Sizes(ImageDataset):
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
-    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if it lists no labels."""
+    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if the split does not list them."""
     import torch
 
     files = getattr(split, "files", None)
@@ -72,17 +72,16 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
 
 
 def split_fingerprint(*splits: Split) -> str:
-    """Hash file names and labels of splits, taken as one set of images, so that their division does not matter.
+    """Return a hash of all images of `splits`, which moving an image between these splits does not change.
 
-    The listing is: of files relative paths and labels, of tensors shapes and labels, else the length. Paths are relative
-    to the deepest folder that holds all files, so that copies of the data in two places are equal. No image is read. 1.3
+    For files, relative paths and labels are hashed; for tensors, shapes and labels; else the length. No image is read. 1.3
     million files take about a second.
     """
     entries: list[str] = [str(sum(map(len, splits)))]
     files: list[tuple[Path, int]] = [entry for split in splits for entry in getattr(split, "files", None) or ()]
     if files:
         paths = [os.fspath(path) for path, _ in files]
-        # Relative to the deepest common folder, so that copies in two places are equal. commonpath() takes seconds for a
+        # Relative to the deepest common folder, so that copies of the data in two places are equal. commonpath() takes seconds for a
         # million paths; here the common prefix of characters is cut at its last separator.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
         lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))

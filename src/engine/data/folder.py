@@ -18,7 +18,7 @@ from src.schema import DataConfig
 def class_names(split: Path) -> list[str]:
     """Return the names of the class folders of a split. They are sorted, and their order defines the labels."""
     if not split.is_dir():
-        raise ValueError(f"data.root: has no folder named {split} here; set data.root=<folder of the images>")
+        raise ValueError(f"data.root: no folder {split}; set data.root to the folder that contains the images")
     with os.scandir(split) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
@@ -68,7 +68,7 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
 
 
 def _group_of(path: str, data: DataConfig) -> str:
-    """Return the group of an image, which is never divided between splits: its path, or what data.group_pattern matches."""
+    """Return the text that data.group_pattern matches in a path, else the path. Images with the same text share a split."""
     if data.group_pattern is None:
         return path
     match = re.search(data.group_pattern, path)
@@ -142,7 +142,7 @@ def _check_split(folder: Path) -> None:
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:
-    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the owner of the known classes."""
+    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of `known`, for the message."""
     names = class_names(folder)
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(
@@ -161,5 +161,5 @@ def class_difference(trained: list[str], data: list[str]) -> str:
 
 
 def first(names: list[str], count: int = 5) -> str:
-    """Join the first few of a list of names with commas, with `…` if there are more."""
+    """Join the first `count` names with commas. Append `…` if there are more."""
     return ", ".join(names[:count]) + (" …" if len(names) > count else "")

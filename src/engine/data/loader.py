@@ -44,8 +44,8 @@ class BatchFetcher:
     ) -> None:
         """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
 
-        `substitutes`: number of images of which the next readable one replaces it; 0: it is left out. A training batch must
-        keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
+        `substitutes`: number of images, of which the next readable one replaces an unreadable one; 0: it is left out. A
+        training batch must keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
         """
         self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
@@ -128,7 +128,7 @@ class BatchFetcher:
                 seed_draws(self.seed, epoch, index)
                 image = self.transform(image)
             return image, label
-        raise ValueError(f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}")
+        raise ValueError(f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}; check the files")
 
 
 class Loader:

@@ -50,7 +50,7 @@ class TarSplit:
         try:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
-            raise ValueError(f"{tars[0].parent}: the class {error} is in a split, but not in train") from None
+            raise ValueError(f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train") from None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,7 +68,7 @@ def find_tars(root: Path, split: str) -> list[Path]:
     if re.search(r"[*{]", split):
         matches = [path for name in _expand_braces(split) for path in sorted(root.glob(name)) or [root / name]]
         if missing := [path for path in matches if not path.is_file()]:
-            raise ValueError(f"data.root={root}: {missing[0].name} of {split} is not there")
+            raise ValueError(f"data.root={root}: {missing[0].name} of the split {split} is not there; add it, or change the pattern")
         return matches
     for name in SYNONYMS.get(split, (split,)):
         for pattern in (f"{name}.tar", f"{name}/*.tar", f"*{name}*.tar"):
@@ -117,7 +117,7 @@ def _labeled_by_cls(path: Path, archive: tarfile.TarFile) -> LabeledImages:
             labels[key] = text.read(20).decode("ascii", "replace").strip()
     for key, image in images.items():
         if not labels.get(key, "").isdigit():
-            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a number")
+            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a class number")
         # 007 is 7.
         yield image, str(int(labels[key]))
 

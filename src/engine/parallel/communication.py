@@ -14,7 +14,7 @@ class Communication:
         """Start the time window that `seconds` averages over."""
 
     def seconds(self) -> tuple[float, float] | None:
-        """Return this rank's seconds per step: (all communication, the part that computing does not hide); None: unknown."""
+        """Return this rank's seconds per step: (all communication, the part that does not overlap with computing); None: unknown."""
         return 0.0, 0.0
 
     def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:

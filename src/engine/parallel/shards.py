@@ -34,7 +34,7 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def announce_waiting(module: nn.Module) -> None:
-    """Report to the watchdog each wait for the weights of a sharded `module`, or it may blame the rank that waits."""
+    """Report to the watchdog when a forward pass waits for the weights of `module`, or it may blame the waiting rank."""
 
     def wait(*_: Any) -> None:
         if liveness.phase == FORWARD:
