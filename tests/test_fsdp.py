@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.shard_traffic import ShardTraffic
+from src.engine.parallel.shards import ShardTraffic
 from src.engine.runtime import checkpoint
 from src.engine.runtime.evaluation import evaluate
 from src.models.freeze import groups_of
@@ -314,7 +314,6 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         metrics_of("classification"),
         find_loss("ce").of_images,
         parts.strategy.group,
-        num_classes=10,
         should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
     )
     assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), "still gathered"

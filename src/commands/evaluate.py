@@ -111,7 +111,6 @@ def _evaluate_split(
         metrics,
         loss.of_images,
         strategy.group,
-        num_classes=loader.fetcher.num_classes,
         keep_rows=keep_rows,
         multilabel=task == "multilabel",
     )

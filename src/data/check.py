@@ -11,21 +11,16 @@ from src.schema import MADE_IN_MEMORY, DataConfig
 
 def check_data(data: DataConfig, evaluated: str | None = None) -> None:
     """Raise ValueError if data.root does not fit the dataset. `evaluated`: split to evaluate on, or all."""
-    check_root(data)
+    if data.root is not None and data.name in MADE_IN_MEMORY:
+        raise ValueError(
+            f"data.root={data.root}: data.name={data.name} reads no folder; give data=folder too, or data.root=null"
+        )
     if data.name == "folder":
         check_folder(data, evaluated)
     elif data.name == "csv":
         check_csv(data)
     elif data.name.partition("/")[0] in ("tar", "wds") and not (data.root and Path(data.root).is_dir()):
         raise ValueError(f"data.root={data.root}: no such folder; give the one that contains the tars")
-
-
-def check_root(data: DataConfig) -> None:
-    """Raise ValueError for a data.root that the dataset would ignore."""
-    if data.root is not None and data.name in MADE_IN_MEMORY:
-        raise ValueError(
-            f"data.root={data.root}: data.name={data.name} reads no folder; give data=folder too, or data.root=null"
-        )
 
 
 def training_size(data: DataConfig) -> int | None:

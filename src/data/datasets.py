@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from src.data.check import check_root
 from src.engine.data.csv_listing import list_csv
 from src.engine.data.dataset import ImageDataset, InMemory
 from src.engine.data.decode import files_of
 from src.engine.data.folder import list_folder
-from src.engine.machine.classes import import_class, refuse_wrong_arguments
+from src.engine.errors import refuse_wrong_arguments
+from src.engine.machine.process import import_class
 from src.schema import DATASETS, DataConfig, is_timm_dataset
 
 
@@ -87,7 +87,6 @@ def build_dataset(
     config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
 ) -> ImageDataset:
     """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be evaluated on it."""
-    check_root(config)
     name = "timm" if is_timm_dataset(config.name) else config.name
     dataset_class = import_class(DATASETS.get(name, name))
     if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):

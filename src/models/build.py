@@ -11,7 +11,8 @@ from timm.layers import convert_sync_batchnorm
 from timm.models import _builder
 from torch import nn
 
-from src.engine.machine.classes import import_class, refuse_wrong_arguments
+from src.engine.errors import refuse_wrong_arguments
+from src.engine.machine.process import import_class
 from src.engine.runtime.model_checks import skip_unreachable_hub
 from src.schema import ModelConfig, is_own_class
 

@@ -17,14 +17,12 @@ def load_weights(
 ) -> str:
     """Load a weights file into `model`. Return a line that lists which tensors were loaded and which stay random.
 
-    In training, a timm model gets its tensors adapted as timm adapts its pretrained weights: names of original files,
-    position embeddings of another image size, and a first convolution of other channels. The head is loaded if all of its
-    tensors fit, and the file has the data's `class_names` or none. In training, all other tensors must come from the file,
-    unless `strict` is false (model.weights_strict). In evaluation, every tensor must come from the file as it is.
+    In training, tensors are adapted as timm adapts its pretrained weights: names of original files, position embeddings of
+    another image size, and a first convolution of other channels. `class_names`: of the data. `strict`: see `fill_model`.
 
-    The file is .safetensors, a checkpoint of this project or of timm, or a bare state dict, read with `weights_only`. Of
-    raw and averaged weights, this loads those whose value the checkpoint.metric of that run was, or timm's averaged ones. It
-    removes the prefixes that DataParallel, DDP and torch.compile put before names.
+    The file is .safetensors, a checkpoint of this project or of timm, or a bare state dict, read with `weights_only`. Of raw
+    and averaged weights, those that the run's checkpoint.metric evaluates are loaded, or timm's averaged ones. Prefixes that
+    DataParallel, DDP and torch.compile put before names are removed.
     """
     file = read_weights(path, partial(load_state_dict, use_ema=True, weights_only=True))
     if not for_evaluation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from src.engine.machine.classes import import_class
+from src.engine.machine.process import import_class
 from src.schema import STRATEGIES, ResolvedParallel
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) 
 
     strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):
-        raise ValueError(f"parallel.strategy={config.strategy}: expected a class that extends Single or Distributed of src/parallel/")
+        raise ValueError(
+            f"parallel.strategy={config.strategy}: expected a class that extends Single or Distributed of src/parallel/"
+        )
     built: Strategy = strategy(config, ranks, store)
     return built

@@ -18,7 +18,6 @@ from src.engine.parallel import shards
 from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.communication import Communication
 from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.shard_traffic import ShardTraffic
 from src.models.freeze import groups_of
 from src.parallel.distributed import Distributed
 
@@ -74,4 +73,8 @@ class FullySharded(Distributed):
 
     def communication(self, wrapped: nn.Module) -> Communication:
         world, kept = self.group.world_size, self.config.reshard_after_forward is False
-        return ShardTraffic(world, self.config.shard_size or world, self.dtype, kept) if world > 1 else Communication()
+        return (
+            shards.ShardTraffic(world, self.config.shard_size or world, self.dtype, kept)
+            if world > 1
+            else Communication()
+        )

@@ -29,7 +29,7 @@ Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 
 @dataclass(frozen=True)
 class StepReport:
-    """Training metrics of the steps up to a sync step, for the log."""
+    """Training metrics since the previous report, for the log."""
 
     means: dict[str, float]  # loss and metrics over the images since the last report
     lr: float  # largest of all parameter groups at this step
@@ -45,7 +45,7 @@ def train_epoch(
     steps_per_epoch: int,
     mix: Mix | None = None,
 ) -> Iterator[StepReport]:
-    """Train to the end of the epoch (or max_steps, or a stop signal), and yield a report at each sync step.
+    """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step that is logged or saved.
 
     Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same step.
     """

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from src.engine.machine.classes import import_class, refuse_wrong_arguments
+from src.engine.errors import refuse_wrong_arguments
+from src.engine.machine.process import import_class
 
 if TYPE_CHECKING:
     from torch import Tensor

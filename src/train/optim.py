@@ -11,7 +11,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from src.engine.machine.classes import refuse_wrong_arguments
+from src.engine.errors import refuse_wrong_arguments
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 
@@ -56,12 +56,10 @@ def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float
     head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     groups = []
     for group in optimizer.param_groups:
-        own = [parameter for parameter in group["params"] if id(parameter) in head]
-        others = [parameter for parameter in group["params"] if id(parameter) not in head]
-        if others:
-            groups.append({**group, "params": others})
-        if own:
-            groups.append({**group, "params": own, "lr_scale": group.get("lr_scale", 1.0) * scale})
+        for in_head, factor in ((False, 1.0), (True, scale)):
+            parameters = [parameter for parameter in group["params"] if (id(parameter) in head) is in_head]
+            if parameters:
+                groups.append({**group, "params": parameters, "lr_scale": group.get("lr_scale", 1.0) * factor})
     optimizer.param_groups = groups
 
 

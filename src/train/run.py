@@ -133,7 +133,7 @@ class Trainer:
         )
 
     def train_epoch(self) -> None:
-        """Train to the end of the epoch, recording and saving at sync steps."""
+        """Train to the end of the epoch. Log metrics and save checkpoints at the steps that are due."""
         parts, progress, every = self.parts, self.progress, self.config.checkpoint.every_steps
         self.steps_before_epoch = progress.step - progress.step_in_epoch
         batches = parts.train.epoch(progress.epoch, progress.step_in_epoch * self.config.train.accumulate)
@@ -213,7 +213,6 @@ class Trainer:
             metrics_of(self.config.train.task),
             find_loss(self.config.train.loss).of_images,
             self.group,
-            num_classes=self.parts.num_classes,
             should_stop=self.group.stop.stop_requested if may_stop else None,
             batches=self.console.counted(split, loader, len(loader.sampler)),
             multilabel=self.config.train.task == "multilabel",

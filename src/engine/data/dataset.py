@@ -39,7 +39,7 @@ class ImageDataset(Protocol):
 
 
 class InMemory:
-    """A split that fits in memory: a batch is one indexing operation, and worker processes would only slow it down."""
+    """A split that fits in memory. Reading a batch is one indexing operation, which worker processes would only slow down."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
@@ -81,8 +81,8 @@ def split_fingerprint(*splits: Split) -> str:
     files: list[tuple[Path, int]] = [entry for split in splits for entry in getattr(split, "files", None) or ()]
     if files:
         paths = [os.fspath(path) for path, _ in files]
-        # Relative to the deepest common folder, so that copies of the data in two places are equal. commonpath() takes seconds for a
-        # million paths; here the common prefix of characters is cut at its last separator.
+        # Relative to the deepest common folder, so that copies of the data in two places are equal. commonpath() takes seconds
+        # for a million paths; here the common prefix of characters is cut at its last separator.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
         lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
         entries += lines if len(splits) == 1 else sorted(lines)

@@ -135,7 +135,7 @@ class EvalSampler:
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
         """`batch_size` is the global one."""
         if num_samples == 0:
-            raise ValueError("data: the split to evaluate on has no images; add images, or choose another split")
+            raise ValueError("data: the split to evaluate on is empty; add images, or choose another split")
         self.indices = np.arange(rank, num_samples, world_size)
         self.batch_size = max(1, batch_size // world_size)
 

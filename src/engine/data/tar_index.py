@@ -26,7 +26,7 @@ LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
 def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
-    """Return the splits `names`, and the first split's classes: for webdataset the numbers up to its largest label."""
+    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to its largest label."""
     tars = [find_tars(root, name) for name in names]
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
@@ -50,7 +50,9 @@ class TarSplit:
         try:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
-            raise ValueError(f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train") from None
+            raise ValueError(
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,7 +70,9 @@ def find_tars(root: Path, split: str) -> list[Path]:
     if re.search(r"[*{]", split):
         matches = [path for name in _expand_braces(split) for path in sorted(root.glob(name)) or [root / name]]
         if missing := [path for path in matches if not path.is_file()]:
-            raise ValueError(f"data.root={root}: {missing[0].name} of the split {split} is not there; add it, or change the pattern")
+            raise ValueError(
+                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change the pattern"
+            )
         return matches
     for name in SYNONYMS.get(split, (split,)):
         for pattern in (f"{name}.tar", f"{name}/*.tar", f"*{name}*.tar"):
@@ -117,7 +121,7 @@ def _labeled_by_cls(path: Path, archive: tarfile.TarFile) -> LabeledImages:
             labels[key] = text.read(20).decode("ascii", "replace").strip()
     for key, image in images.items():
         if not labels.get(key, "").isdigit():
-            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a class number")
+            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a number")
         # 007 is 7.
         yield image, str(int(labels[key]))
 
