@@ -40,7 +40,7 @@ def build_model(
         try:
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
-            raise ValueError(f"model.grad_checkpointing=true: {config.name} does not support it ({error})") from None
+            raise ValueError(f"model.grad_checkpointing=true: unsupported by {config.name} ({error}); use false") from None
     if config.sync_bn:
         # timm's function, because torch's drops the activation that timm's BatchNorm holds.
         model = convert_sync_batchnorm(model)
@@ -53,7 +53,7 @@ def build_model(
 def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     model_class = import_class(config.name)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-        raise ValueError(f"model.name={config.name}: not a torch.nn.Module class")
+        raise ValueError(f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>")
     return model_class(**arguments, **config.kwargs)
 
 

@@ -69,9 +69,8 @@ def _first_groups(model: Any, count: int) -> list[str]:
     groups = groups_of(model, coarse=True)
     if not groups:
         raise ValueError(
-            f"model.freeze={count}: this model has no group_matcher; give backbone, or a regular expression"
+            f"model.freeze={count}: this model has no group_matcher, as timm's have; give backbone, or a regular expression"
         )
     if count > max(groups.values()):
-        total = max(groups.values()) + 1
-        raise ValueError(f"model.freeze={count}: the model has {total} groups, and the last one must be trained")
+        raise ValueError(f"model.freeze={count}: the last group must be trained; use {max(groups.values())} or less")
     return [name for name, number in groups.items() if number < count]

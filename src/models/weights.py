@@ -29,7 +29,7 @@ def load_weights(
         try:
             file.tensors = _adapted(file.tensors, model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(f"model.weights={path}: timm cannot adapt it to this model ({error})") from None
+            raise ValueError(f"model.weights={path}: timm cannot adapt it to this model.name ({error})") from None
     return fill_model(model, file, head_names(model), class_names, for_evaluation, strict)
 
 

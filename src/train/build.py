@@ -92,7 +92,7 @@ class EvaluationParts:
 def build_evaluation(
     config: ResolvedConfig, strategy: Strategy, trained_classes: list[str] | None = None
 ) -> EvaluationParts:
-    """Build dataset, model and this rank's val and test loaders. `trained_classes`: of the evaluated run."""
+    """Build dataset, model and this rank's val and test loaders. `trained_classes`: class names of the evaluated run."""
     set_matmul_precision(config.train.precision)
     may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.group.one_of_node_first() if may_download else nullcontext():

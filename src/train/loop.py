@@ -1,6 +1,6 @@
 """The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py writes its numbers.
 
-A sync step is one to log or save at, or the last of an epoch. Between two of them nothing waits for the device: losses and
+A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing waits for the device: losses and
 metrics stay there, and are fetched once, summed over the ranks.
 """
 

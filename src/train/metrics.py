@@ -53,22 +53,12 @@ def macro_f1(counts: Tensor, samples: int) -> float:
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a class without images.
+    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a class without images."""
+    from timm.task import MultiLabelClassificationEvaluator
 
-    The definition of timm's MultiLabelClassificationEvaluator and of scikit-learn's average_precision_score.
-    """
-    import torch
-
-    ordered, order = scores.double().sort(0, descending=True)
-    hits = (labels > 0.5).gather(0, order).double().cumsum(0)
-    rank = torch.arange(1, len(scores) + 1, dtype=torch.float64)[:, None]
-    # Images of equal score pass a threshold together: only the last of them ends an interval.
-    is_last = torch.ones_like(ordered, dtype=torch.bool)
-    is_last[:-1] = ordered[:-1] != ordered[1:]
-    hits_before = torch.zeros_like(hits)
-    hits_before[1:] = torch.where(is_last, hits, 0.0).cummax(0).values[:-1]
-    gain = torch.where(is_last, hits - hits_before, 0.0)
-    return float(((hits / rank * gain).sum(0) / hits[-1].clamp(min=1)).mean())
+    evaluator = MultiLabelClassificationEvaluator()
+    evaluator.update(scores, labels)
+    return float(evaluator.compute()["map"]) / 100
 
 
 LOSS = Metric(total_loss, lambda total, samples: total.item() / samples, lower_is_better=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 from src.engine.data.dataset import Sample
 from src.engine.data.fractions import Listing
@@ -50,7 +51,7 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        log.warning("torchcodec cannot be loaded, so PIL decodes JPEG files, more slowly (%s)", reason)
+        log.warning("PIL decodes JPEG files, slowly: no torchcodec for this torch is installed (%s)", reason)
         return None
     return decode_jpeg  # type: ignore[return-value]
 
@@ -69,8 +70,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Tensor:
 
 def from_pil(image: Any, mode: str = "RGB") -> Tensor:
     """Convert a PIL image to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says."""
-    array = np.array(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
-    return torch.from_numpy(array).view(*array.shape[:2], -1).permute(2, 0, 1)
+    return pil_to_tensor(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
 
 
 def _eight_bit(image: Any) -> Any:

@@ -138,7 +138,7 @@ def _check_split(folder: Path) -> None:
         raise ValueError(f"data.root={folder.parent}: no class folders in {folder}; expected {folder}/<class>/<image>")
     for name in names:
         if next(image_files(folder / name), None) is None:
-            raise ValueError(f"data.root={folder.parent}: no image in {folder / name} ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(f"data.root={folder.parent}: no image in {folder / name}; add {', '.join(IMAGE_SUFFIXES)}")
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:

@@ -70,7 +70,7 @@ class TrainSampler(DistributedSampler[Any]):
         """`batch_size` is the global one. With `weights` [num_images], images are drawn with replacement."""
         if num_images < batch_size:
             raise ValueError(
-                f"data.batch_size={batch_size}: exceeds the training split ({num_images} images); use less"
+                f"data.batch_size={batch_size}: exceeds the training split ({num_images} images); use {num_images} or less"
             )
         batches = num_images // batch_size
         if batches < accumulate:

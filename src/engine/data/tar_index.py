@@ -93,7 +93,7 @@ def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
                 labeled = _labeled_by_cls(path, archive) if webdataset else _labeled_by_folder(path, archive)
                 members += [(number, image.offset_data, image.size, label) for image, label in labeled]
         except (OSError, tarfile.TarError) as error:
-            raise ValueError(f"{path}: not readable as an uncompressed tar ({error})") from None
+            raise ValueError(f"{path}: not readable as an uncompressed tar ({error}); replace it") from None
     if not members:
         missing = "images with a .cls of the same name" if webdataset else "images"
         raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")

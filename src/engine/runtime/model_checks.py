@@ -73,5 +73,5 @@ def check_image_size(
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"model.name: expected an output [1, {num_classes}] for one image, a score per class, got {shape}"
+            f"model.name: {type(model).__name__} must return a score per class, [1, {num_classes}] for one image, not {shape}"
         )

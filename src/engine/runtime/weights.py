@@ -41,7 +41,7 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         reason = "more than tensors and plain values" if "weights_only" in str(error) else f"{error}"[:200]
         raise ValueError(f"model.weights={path}: not readable as weights ({' '.join(reason.split())})") from None
     if not tensors:
-        raise ValueError(f"model.weights={path}: contains no tensors by name")
+        raise ValueError(f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint")
     return WeightsFile(path, tensors)
 
 
