@@ -40,7 +40,7 @@ def build_model(
         try:
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
-            raise ValueError(f"model.grad_checkpointing=true: unsupported by {config.name} ({error}); use false") from None
+            raise ValueError(f"model.grad_checkpointing=true: {config.name} lacks it ({error}); use false") from None
     if config.sync_bn:
         # timm's function, because torch's drops the activation that timm's BatchNorm holds.
         model = convert_sync_batchnorm(model)

@@ -71,6 +71,7 @@ def _first_groups(model: Any, count: int) -> list[str]:
         raise ValueError(
             f"model.freeze={count}: this model has no group_matcher, as timm's have; give backbone, or a regular expression"
         )
-    if count > max(groups.values()):
-        raise ValueError(f"model.freeze={count}: the last group must be trained; use {max(groups.values())} or less")
+    last = max(groups.values())
+    if count > last:
+        raise ValueError(f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} or less")
     return [name for name, number in groups.items() if number < count]

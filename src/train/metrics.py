@@ -76,7 +76,7 @@ MULTILABEL_METRICS: dict[str, Metric] = {
 
 
 def metrics_of(task: str) -> dict[str, Metric]:
-    """Return the metrics for a train.task by name."""
+    """Return metric name -> Metric for a train.task."""
     return MULTILABEL_METRICS if task == "multilabel" else METRICS
 
 
@@ -97,7 +97,7 @@ def details(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def check_metric(metric: str, num_classes: int) -> None:
-    """Raise ValueError for a `checkpoint.metric` that needs more classes, for example acc5 with five classes."""
+    """Raise ValueError for a `checkpoint.metric` that needs more than `num_classes` classes, as acc5 with five."""
     name = metric.removeprefix("val/").removesuffix("_ema")
     if num_classes < (METRICS | MULTILABEL_METRICS)[name].min_classes:
         raise ValueError(f"checkpoint.metric={metric}: not defined for {num_classes} classes; use val/acc or val/loss")

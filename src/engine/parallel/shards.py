@@ -66,7 +66,7 @@ class ShardTraffic(Communication):
     method = "not measured: gathers and scatters are kernels among others"
 
     def __init__(self, world_size: int, shard_size: int, dtype: torch.dtype | None, kept: bool) -> None:
-        """`dtype`: type of gathered parameters, if not their own; `kept`: gathered once for both passes."""
+        """`dtype`: type in which parameters are gathered; None: their own. `kept`: True if they are gathered once a batch."""
         self._world_size, self._shard_size, self._dtype = world_size, shard_size, dtype
         self._gathers = 1 if kept else 2
 
