@@ -28,7 +28,7 @@ from src.engine.runtime.weights import preprocessing_of
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import build_evaluation
+from src.train.build import EvaluationParts
 from src.train.losses import find_loss
 from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
@@ -66,8 +66,8 @@ def evaluate_config(
             _prepare_as_trained(config, contents.get("preprocessing", {}))
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
-        built = build_evaluation(config, strategy, contents.get("classes"))
-        dataset, model, loaders = built.dataset, built.model, built.loaders
+        built = EvaluationParts(config, strategy, contents.get("classes"))
+        dataset, model, loaders = built.dataset, built.model, built.evaluation
         for loader in loaders.values():
             on_close.callback(loader.close)
         if config.model.weights is not None:
