@@ -70,12 +70,9 @@ def evaluate_batches(
 ) -> Evaluation:
     """Evaluate on given batches without a loader. Metrics from rows are not supported, because they need a loader."""
     prefetcher = SimpleNamespace(device=strategy.device)
-    loader: Any = SimpleNamespace(
-        prefetcher=prefetcher, unreadable=set(), fetcher=SimpleNamespace(split=range(num_samples))
-    )
-    evaluation = evaluate(
-        model, loader, metrics, softmax_losses, strategy.group, num_classes=num_classes, batches=iter(batches)
-    )
+    fetcher = SimpleNamespace(split=range(num_samples), num_classes=num_classes)
+    loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
+    evaluation = evaluate(model, loader, metrics, softmax_losses, strategy.group, batches=iter(batches))
     assert evaluation is not None
     return evaluation
 

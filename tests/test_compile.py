@@ -13,7 +13,7 @@ from torch import nn
 
 from src.engine.machine.ranks import Ranks
 from src.engine.runtime import checkpoint
-from src.models.build import compile_model
+from src.engine.runtime.model_checks import compile_model
 from src.schema import COMPILE_MODES
 from src.train.run import Trainer
 

@@ -104,7 +104,6 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
             METRICS,
             softmax_losses,
             strategy.group,
-            num_classes=num_classes,
         )
         assert evaluation is not None
         counts = evaluation.sums[confusion].tolist()
@@ -294,7 +293,7 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
         loader = Loader(BatchFetcher(data, 4, None, 0, on_error="skip"), sampler, prefetcher, 0)
         metrics = {"acc": METRICS["acc"], "by_row": Metric(from_rows=weighted_by_row)}
-        actual = evaluate(model(4), loader, metrics, softmax_losses, strategy.group, num_classes=4)
+        actual = evaluate(model(4), loader, metrics, softmax_losses, strategy.group)
         assert actual is not None and actual.samples == num_samples - len(unreadable)
         values.append(actual.numbers["by_row"])
     strategy.close()

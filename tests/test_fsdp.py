@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
+from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.shard_traffic import ShardTraffic
+from src.engine.parallel.shards import ShardTraffic
 from src.engine.runtime import checkpoint
 from src.engine.runtime.evaluation import evaluate
-from src.models.blocks import blocks_of, vector_layers
+from src.models.freeze import groups_of
 from src.parallel import build_strategy
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import RunParts
@@ -65,7 +66,7 @@ def local(tensor: Tensor) -> Tensor:
 def test_blocks_of_timm_model_are_its_repeated_modules(name: str, kind: str, count: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    blocks = blocks_of(model)
+    blocks = blocks_of(model, groups_of)
     assert [type(block).__name__ for block in blocks].count(kind) == count
     assert {type(block).__name__ for block in blocks} <= {kind, "PatchMerging"}
 
@@ -82,7 +83,7 @@ class Own(nn.Module):
 
 def test_blocks_of_own_model_are_children_with_children() -> None:
     model = Own()
-    assert blocks_of(model) == list(model.layers)
+    assert blocks_of(model, groups_of) == list(model.layers)
 
 
 def test_blocks_of_own_model_are_those_that_it_names() -> None:
@@ -91,12 +92,12 @@ def test_blocks_of_own_model_are_those_that_it_names() -> None:
             return [self.layers[1]]
 
     model = Named()
-    assert blocks_of(model) == [model.layers[1]]
+    assert blocks_of(model, groups_of) == [model.layers[1]]
 
 
 def test_blocks_with_tied_weights_are_left_whole() -> None:
     model = Own(tied=True)
-    assert blocks_of(model) == [model.layers[2]]
+    assert blocks_of(model, groups_of) == [model.layers[2]]
 
 
 def test_blocks_inside_of_a_wrapped_timm_model_are_found() -> None:
@@ -105,7 +106,7 @@ def test_blocks_inside_of_a_wrapped_timm_model_are_found() -> None:
             super().__init__()
             self.backbone = timm.create_model("vit_tiny_patch16_224", depth=3)
 
-    assert len(blocks_of(Wrapped())) == 3
+    assert len(blocks_of(Wrapped(), groups_of)) == 3
 
 
 def test_vector_layers_are_norms_and_layer_scales() -> None:
@@ -313,7 +314,6 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         metrics_of("classification"),
         find_loss("ce").of_images,
         parts.strategy.group,
-        num_classes=10,
         should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
     )
     assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), "still gathered"

@@ -111,7 +111,6 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
         METRICS,
         softmax_losses,
         strategy.group,
-        num_classes=run.num_classes,
     )
     assert evaluation is not None and evaluation.numbers["loss"] is not None
     return losses, evaluation.numbers["loss"]

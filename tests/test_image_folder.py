@@ -12,7 +12,6 @@ from PIL import Image
 
 import train as entry
 from src.data.check import check_data
-from src.data.datasets import build_dataset
 from src.engine.record.result import read_result
 from src.schema import DataConfig
 
@@ -88,7 +87,7 @@ def test_folder_without_class_folder_layout_is_refused(
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_in_memory_dataset_refuses_data_root(name: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"):
-        build_dataset(DataConfig(name=name, root="/data/shapes"))
+        check_data(DataConfig(name=name, root="/data/shapes"))
 
 
 def test_custom_dataset_may_use_data_root() -> None:

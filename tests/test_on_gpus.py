@@ -23,6 +23,7 @@ from src.engine.machine.ranks import Ranks
 from src.engine.parallel.group import ProcessGroup
 from src.engine.runtime import segments
 from src.engine.runtime.determinism import seed_step, use_deterministic_algorithms
+from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.meter import Meter
 from src.engine.runtime.metric_window import MetricWindow
 from src.engine.runtime.step_hooks import StepHooks
@@ -31,7 +32,6 @@ from src.parallel import build_strategy
 from src.schema import ModelConfig, ParallelConfig
 from src.train import loop
 from src.train.run import Trainer
-from src.train.state import TrainState
 from src.train.step import Autocast, TrainStep
 
 # Raised where fake tensors need data, so everything before has worked.

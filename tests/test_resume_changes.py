@@ -29,11 +29,11 @@ from src.engine.launch.resume import check_resumable
 from src.engine.machine import hardware
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
+from src.engine.runtime.progress import Progress
 from src.schema import Config, ResolvedConfig
 from src.train.loop import train_epoch
 from src.train.metrics import METRICS
 from src.train.run import Trainer
-from src.train.state import Progress
 
 STEPS_PER_EPOCH = 4
 SETTINGS = (

@@ -202,11 +202,6 @@ def test_random_erasing_of_an_image_copy_is_the_same_on_any_number_of_ranks_and_
     assert any(index in later and not torch.equal(later[index], image) for index, image in first.items())
 
 
-def test_loader_without_finish_does_not_read_seeds() -> None:
-    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
-    assert BatchFetcher(split, 10, None, 7).read(IndexBatch(0, np.arange(4)))[3] == []
-
-
 def test_batch_fetcher_restores_the_random_generator_state() -> None:
     """Augmentation seeds the global random generator for every image. Dropout uses the same generator."""
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train

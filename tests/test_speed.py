@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from src.engine.machine.ranks import Ranks
 from src.engine.record.console import Console
 from src.engine.record.result import MetricsLog
+from src.engine.runtime.progress import Progress
 from src.models.ema import build_ema
 from src.parallel import build_strategy
 from src.parallel.distributed import has_only_batch_norm_buffers
@@ -30,7 +31,6 @@ from src.schema import EmaConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
 from src.train.run import Trainer
-from src.train.state import Progress
 from src.train.step import TrainStep, set_matmul_precision
 
 # Every option of a step that does not read values by its nature.

@@ -29,7 +29,7 @@ from src.engine.errors import UnreadableImageError
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import Config, as_resolved
-from src.train.build import build_evaluation
+from src.train.build import EvaluationParts
 
 CLASSES = ("cat", "dog")
 
@@ -216,7 +216,7 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
     torchvision.datasets.MNIST.download = download  # type: ignore[method-assign]
     config = config_of("torch/mnist", Path(root), "+data.kwargs.download=true", "parallel=ddp", "parallel.devices=2")
     strategy = build_strategy(as_resolved(config).parallel, ranks, store)
-    split = build_evaluation(as_resolved(config), strategy).dataset.train
+    split = EvaluationParts(as_resolved(config), strategy).dataset.train
     strategy.close()
     return len(downloads), len(split), split[23][1]
 

@@ -19,7 +19,7 @@ from src.models.build import build_model
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ModelConfig
-from src.train.build import build_evaluation
+from src.train.build import EvaluationParts
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 DIGITS = [str(digit) for digit in range(10)]
@@ -76,7 +76,7 @@ def test_mean_follows_the_weights_of_a_run_unless_given_or_of_other_channels(
     preprocessing = {"mean": of_run, "std": of_run, "input_size": (len(of_run), 32, 32)}
     torch.save({"format": 2, "model": {}, "preprocessing": preprocessing}, tmp_path / "best.pt")
     config = resolved("data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides)
-    built = build_evaluation(config, build_strategy(config.parallel, Ranks(), None))
+    built = EvaluationParts(config, build_strategy(config.parallel, Ranks(), None))
     assert built.preprocessing.mean == expected
     assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
 

@@ -24,10 +24,11 @@ from src.engine.runtime.determinism import use_deterministic_algorithms
 from src.engine.runtime.evaluation import Evaluation, evaluate
 from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
 from src.engine.runtime.replica_checks import measured_world_size
-from src.models.weights import load_weights, preprocessing_of
+from src.engine.runtime.weights import preprocessing_of
+from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import build_evaluation
+from src.train.build import EvaluationParts
 from src.train.losses import find_loss
 from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
@@ -65,8 +66,8 @@ def evaluate_config(
             _prepare_as_trained(config, contents.get("preprocessing", {}))
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
-        built = build_evaluation(config, strategy, contents.get("classes"))
-        dataset, model, loaders = built.dataset, built.model, built.loaders
+        built = EvaluationParts(config, strategy, contents.get("classes"))
+        dataset, model, loaders = built.dataset, built.model, built.evaluation
         for loader in loaders.values():
             on_close.callback(loader.close)
         if config.model.weights is not None:
@@ -110,7 +111,6 @@ def _evaluate_split(
         metrics,
         loss.of_images,
         strategy.group,
-        num_classes=loader.fetcher.num_classes,
         keep_rows=keep_rows,
         multilabel=task == "multilabel",
     )

@@ -14,23 +14,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from src.data.check import check_data
-from src.data.datasets import ImageDataset, Sizes, build_dataset
+from src.data.datasets import build_dataset
 from src.engine.config.arguments import parse_command_line
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
 from src.engine.config.validate import check_combination
+from src.engine.data.dataset import ImageDataset, Sizes
 from src.engine.data.samplers import TrainSampler
 from src.engine.forecast.plan import Bytes, Plan
+from src.engine.parallel.blocks import blocks_of
 from src.engine.runtime.banner import count_parameters
 from src.engine.runtime.flops import flop_counter, saved_for_backward
-from src.models.blocks import blocks_of
+from src.engine.runtime.progress import count_steps
 from src.models.build import build_model
-from src.models.freeze import freeze
+from src.models.freeze import freeze, groups_of
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
 from src.train.losses import build_criterion
 from src.train.optim import build_optimizer
-from src.train.state import count_steps
 from src.train.step import AUTOCAST, Autocast, TrainStep
 
 SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
@@ -145,7 +146,7 @@ def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
     """
     dtype = AUTOCAST[config.train.precision]
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
-    blocks = sorted(sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model))
+    blocks = sorted(sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model, groups_of))
     freed = 0 if config.parallel.reshard_after_forward is False else sum(blocks[:-2])
     return sum(sizes.values()) - freed
 

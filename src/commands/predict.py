@@ -15,8 +15,8 @@ from rich.progress import track
 from torch import Tensor
 
 from src.commands.load import Trained, load_trained
-from src.data.datasets import Files
 from src.data.transforms import evaluation_transform
+from src.engine.data.decode import Files
 from src.engine.data.folder import image_files
 from src.engine.data.loader import BatchFetcher, Loader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher

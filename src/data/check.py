@@ -5,34 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from src.engine.data.csv_listing import check_csv, list_csv
-from src.engine.data.folder import check_class_folders, check_evaluated_folder, check_trained_folder, list_folder
+from src.engine.data.folder import check_folder, list_folder
 from src.schema import MADE_IN_MEMORY, DataConfig
 
 
 def check_data(data: DataConfig, evaluated: str | None = None) -> None:
     """Raise ValueError if data.root does not fit the dataset. `evaluated`: split to evaluate on, or all."""
-    check_root(data)
-    if data.name == "folder":
-        if data.root is None:
-            raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
-        if data.val_fraction is not None:
-            check_class_folders(Path(data.root))
-        elif evaluated is None:
-            check_trained_folder(Path(data.root))
-        else:
-            check_evaluated_folder(Path(data.root), evaluated)
-    elif data.name == "csv":
-        check_csv(data)
-    elif data.name.partition("/")[0] in ("tar", "wds") and not (data.root and Path(data.root).is_dir()):
-        raise ValueError(f"data.root={data.root}: no such folder; give the one that contains the tars")
-
-
-def check_root(data: DataConfig) -> None:
-    """Raise ValueError for a data.root that the dataset would ignore."""
     if data.root is not None and data.name in MADE_IN_MEMORY:
         raise ValueError(
             f"data.root={data.root}: data.name={data.name} reads no folder; give data=folder too, or data.root=null"
         )
+    if data.name == "folder":
+        check_folder(data, evaluated)
+    elif data.name == "csv":
+        check_csv(data)
+    elif data.name.partition("/")[0] in ("tar", "wds") and not (data.root and Path(data.root).is_dir()):
+        raise ValueError(f"data.root={data.root}: no such folder; give the one that contains the tars")
 
 
 def training_size(data: DataConfig) -> int | None:

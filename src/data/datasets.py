@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import importlib
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from src.data.check import check_root
-from src.data.decode import decode_file
 from src.engine.data.csv_listing import list_csv
-from src.engine.data.dataset import ImageDataset, InMemory, Sample, Split
+from src.engine.data.dataset import ImageDataset, InMemory
+from src.engine.data.decode import files_of
 from src.engine.data.folder import list_folder
-from src.engine.data.fractions import Listing
-from src.schema import DATASETS, Config, DataConfig, is_timm_dataset
-
-
-class Files:
-    """A split of image files, each decoded when it is read."""
-
-    def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
-        """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
-        self.files, self.mode = files, mode
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Sample:
-        path, label = self.files[index]
-        return decode_file(path, self.mode), label
+from src.engine.errors import refuse_wrong_arguments
+from src.engine.machine.process import import_class
+from src.schema import DATASETS, DataConfig, is_timm_dataset
 
 
 class Digits(ImageDataset):
@@ -47,7 +31,7 @@ class Digits(ImageDataset):
     def __init__(self, config: DataConfig) -> None:
         self.image_size = config.image_size or 32
         # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
-        spec = importlib.util.find_spec("sklearn")
+        spec = find_spec("sklearn")
         assert spec is not None and spec.origin is not None
         with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
@@ -99,39 +83,16 @@ class Csv(ImageDataset):
         self.train, self.val, self.test = files_of(listing)
 
 
-def files_of(listing: Listing) -> tuple[Any, Any, Any]:
-    """Return the train, val and test splits of a listing as Files; None for a missing split."""
-    splits = {name: Files(files) for name, files in listing.items()}
-    return splits.get("train"), splits.get("val"), splits.get("test")
-
-
-class Sizes(ImageDataset):
-    """Stand-in with the sizes of a dataset that is not on this machine, for scripts/plan.py."""
-
-    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
-        self.class_names = [f"class_{index}" for index in range(num_classes)]
-        self.in_chans = config.model.in_chans or 3
-        # Only its length is read.
-        self.train = self.val = cast(Split, range(num_images))
-
-
 def build_dataset(
     config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
 ) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_classes`: the class names of a trained run to evaluate on it."""
-    check_root(config)
+    """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be evaluated on it."""
     name = "timm" if is_timm_dataset(config.name) else config.name
-    module, _, class_name = DATASETS.get(name, name).rpartition(".")
-    dataset_class: Any = getattr(importlib.import_module(module), class_name)
+    dataset_class = import_class(DATASETS.get(name, name))
     if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
-        raise ValueError(f"data.name={config.name}: not a class of this project")
+        raise ValueError(f"data.name={config.name}: not a class of this project; give src.<module>.<Class>")
     more: dict[str, Any] = {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
     if config.name == "csv":
         more["multilabel"] = multilabel
-    try:
+    with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         return cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
-    except TypeError as error:
-        # Other errors are bugs inside the class, and their traceback is shown.
-        if "argument" not in str(error):
-            raise
-        raise ValueError(f"data.kwargs={config.kwargs}: {config.name} does not accept them ({error})") from None

@@ -7,8 +7,8 @@ from typing import Any
 
 from timm.data import create_dataset
 
-from src.data.decode import decode, from_pil
 from src.engine.data.dataset import ImageDataset, Sample
+from src.engine.data.decode import decode, from_pil
 from src.engine.data.tar_index import read_splits
 from src.schema import DataConfig
 
@@ -31,8 +31,7 @@ class TimmImages(ImageDataset):
         scheme = config.name.partition("/")[0]
         splits: list[Any]
         if scheme in ("tar", "wds"):
-            root = Path(str(config.root))
-            splits, self.class_names = read_splits(root, names, webdataset=scheme == "wds", decode=decode)
+            splits, self.class_names = read_splits(Path(str(config.root)), names, webdataset=scheme == "wds")
         elif scheme == "hfds":
             readers = [_create(config, name, input_key=input_key, target_key=target_key).reader for name in names]
             splits = [HubSplit(reader) for reader in readers]

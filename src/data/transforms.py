@@ -1,4 +1,4 @@
-"""Transform decoded images to training and evaluation images of the model's size, as timm does and with its names."""
+"""Augmentation of training images and preprocessing of evaluation images, with timm's steps and names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def train_transform(
         steps.append(v2.RandomGrayscale(config.grayscale_prob))
     if config.gaussian_blur_prob:
         if size <= BLUR // 2:
-            raise ValueError(f"data.augment.gaussian_blur_prob: expected images of {BLUR // 2 + 1} pixels or more")
+            raise ValueError(
+                f"data.augment.gaussian_blur_prob={config.gaussian_blur_prob}: expected images of {BLUR // 2 + 1} pixels per "
+                f"side or more, not {size}; use 0"
+            )
         steps.append(v2.RandomApply([v2.GaussianBlur(BLUR)], config.gaussian_blur_prob))
     return v2.Compose(steps) if steps else None
 

@@ -17,7 +17,7 @@ def build_ema(model: nn.Module, config: EmaConfig, foreach: bool = True) -> Mode
 
 
 class Average(ModelEmaV3):
-    """Averaged model: timm's ModelEmaV3, but faster, because it lists the tensors of both models once and not in every step."""
+    """timm's ModelEmaV3, but faster, because it lists the tensors of both models once and not in every step."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         if not hasattr(self, "_counts"):

@@ -26,11 +26,12 @@ def freeze(model: Any, which: int | str | None) -> str:
     else:
         frozen = [name for name in names if re.match(which, name)]
     if not frozen:
+        roots = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(
-            f"model.freeze={which}: no parameter name begins so; the names begin with {', '.join(_roots(names))}"
+            f"model.freeze={which}: matches the start of no parameter name; the names start with {', '.join(roots)}"
         )
     if len(frozen) == len(names):
-        raise ValueError(f"model.freeze={which}: leaves no parameter to train")
+        raise ValueError(f"model.freeze={which}: leaves no parameter to train; freeze fewer")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return f"{len(frozen)} of {len(names)} tensors of parameters (model.freeze={which})"
@@ -55,17 +56,22 @@ def head_names(model: Any) -> set[str]:
     return {name for name in model.state_dict() if name.startswith(prefixes)}
 
 
+def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
+    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model that is not timm's."""
+    if not hasattr(model, "group_matcher"):
+        return {}
+    numbers: dict[str, int] = group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
+    return numbers
+
+
 def _first_groups(model: Any, count: int) -> list[str]:
     """Return the parameter names of timm's first `count` coarse groups."""
-    if not hasattr(model, "group_matcher"):
+    groups = groups_of(model, coarse=True)
+    if not groups:
         raise ValueError(
-            f"model.freeze={count}: this model has no group_matcher; give backbone, or a regular expression"
+            f"model.freeze={count}: this model has no group_matcher, as timm's have; give backbone, or a regular expression"
         )
-    groups = group_parameters(model, model.group_matcher(coarse=True))
-    if count >= len(groups):
-        raise ValueError(f"model.freeze={count}: the model has {len(groups)} groups, and the last one must be trained")
-    return [name for number in range(count) for name in groups[number]]
-
-
-def _roots(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(name.partition(".")[0] for name in names))
+    last = max(groups.values())
+    if count > last:
+        raise ValueError(f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} or less")
+    return [name for name, number in groups.items() if number < count]

@@ -6,25 +6,26 @@ in conf/parallel/ that names it: `strategy: src.parallel.<module>.<Class>`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from src.engine.machine.process import import_class
+from src.schema import STRATEGIES, ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from src.engine.machine.ranks import Ranks
     from src.engine.parallel.strategy import Strategy
-    from src.schema import ResolvedParallel
 
 
 def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) -> Strategy:
     """Build the strategy of a resolved config: set up its devices and join its process group."""
     from src.engine.parallel.strategy import Strategy
-    from src.schema import STRATEGIES
 
-    module, _, name = STRATEGIES.get(config.strategy, config.strategy).rpartition(".")
-    strategy = getattr(import_module(module), name)
+    strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):
-        raise ValueError(f"parallel.strategy={config.strategy}: must extend Single of src/parallel/single.py")
+        raise ValueError(
+            f"parallel.strategy={config.strategy}: expected a class that extends Single or Distributed of src/parallel/"
+        )
     built: Strategy = strategy(config, ranks, store)
     return built

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.communication import Communication
-from src.engine.parallel.dp_traffic import DpTraffic, chunk_sizes
+from src.engine.parallel.dp_traffic import DpTraffic, StepInReplicas, StepOnOutputs, chunk_sizes
 from src.engine.parallel.strategy import Strategy
 from src.engine.parallel.threaded_data_parallel import ThreadedDataParallel
 from src.schema import ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-Metrics = dict[str, Tensor]
 
 
 class DataParallelStrategy(Strategy):
@@ -66,44 +64,6 @@ class DataParallelStrategy(Strategy):
         if self.device.type == "cuda":
             return nn.DataParallel(module, self.devices, gather_on, dim)
         return ThreadedDataParallel(module, len(self.devices), self.config.threads_per_device, dim)
-
-
-class StepOnOutputs(nn.Module):
-    """Training step that computes the loss of the whole batch on the output device: the usual form of DataParallel."""
-
-    def __init__(self, step: Any, traffic: DpTraffic) -> None:
-        super().__init__()
-        self.step, self.traffic = step, traffic
-        step.model.register_forward_hook(self._count)
-
-    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
-        self._targets = targets
-        loss, metrics = self.step(images, targets)
-        return loss.to(images.device), metrics
-
-    def _count(self, spread: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
-        self.traffic.count(inputs[0], self._targets, outputs)
-
-
-class StepInReplicas(nn.Module):
-    """Training step that computes the loss in each replica, and averages loss and metrics weighted by chunk size."""
-
-    def __init__(self, spread: nn.Module, traffic: DpTraffic, replicas: int) -> None:
-        super().__init__()
-        self.spread, self.traffic, self.replicas = spread, traffic, replicas
-        # By batch size. Cached, because creating them waits for the device.
-        self._weights: dict[int, Tensor] = {}
-
-    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
-        losses, metrics = self.spread(images, targets)
-        size = len(images)
-        if size not in self._weights:
-            shares = torch.tensor(chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device)
-            self._weights[size] = shares / size
-            self.traffic.count(images, targets, None)
-        weights = self._weights[size]
-        averaged = {name: torch.dot(values.view(-1), weights) for name, values in metrics.items()}
-        return torch.dot(losses.view(-1), weights).to(images.device), averaged
 
 
 class _One(nn.Module):

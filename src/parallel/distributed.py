@@ -12,7 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.communication import Communication
-from src.engine.parallel.ddp_timing import DdpCommunication, TimedDistributedDataParallel
+from src.engine.parallel.ddp_timing import (
+    DdpCommunication,
+    TimedDistributedDataParallel,
+    has_only_batch_norm_buffers,
+)
 from src.engine.parallel.strategy import Strategy
 from src.schema import strategy_options
 
@@ -54,9 +58,3 @@ class Distributed(Strategy):
         if self.group.world_size == 1:
             return Communication()
         return DdpCommunication(wrapped, self.group.world_size)
-
-
-def has_only_batch_norm_buffers(model: nn.Module) -> bool:
-    """Return True if all buffers are BatchNorm's: training does not read them, so a step need not broadcast them."""
-    owners = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
-    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)

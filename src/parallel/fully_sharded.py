@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from src.engine.parallel import shards
+from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.communication import Communication
 from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.shard_traffic import ShardTraffic
-from src.models.blocks import blocks_of, vector_layers
+from src.models.freeze import groups_of
 from src.parallel.distributed import Distributed
 
 
@@ -36,7 +36,7 @@ class FullySharded(Distributed):
     def wrap(self, step: Any) -> nn.Module:
         # step.model is the model under autocast.
         self.model, self.dtype = step.model.model, step.model.dtype
-        # As DDP does: parts of models that differ would make up a model that no rank has built.
+        # As DDP does. Otherwise, parts of ranks with different initial weights would form the model.
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self.group.broadcast(tensor.detach())
         self.lay_out(self.model)
@@ -51,14 +51,14 @@ class FullySharded(Distributed):
         low = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # From the inside out, because a module takes the parameters that its blocks have left.
-        for part in dict.fromkeys([*policies, *blocks_of(module), module]):
+        # From the inside out, because fully_shard takes all parameters that no inner module has taken.
+        for part in dict.fromkeys([*policies, *blocks_of(module, groups_of), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(part, mesh=self.mesh, reshard_after_forward=self.config.reshard_after_forward, mp_policy=policy)
             shards.announce_waiting(part)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        # evaluate.py shards nothing.
+        # evaluate.py does not shard the model.
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         return Lockstep(model, self.group, self.device) if is_sharded else model
 
@@ -73,4 +73,8 @@ class FullySharded(Distributed):
 
     def communication(self, wrapped: nn.Module) -> Communication:
         world, kept = self.group.world_size, self.config.reshard_after_forward is False
-        return ShardTraffic(world, self.config.shard_size or world, self.dtype, kept) if world > 1 else Communication()
+        return (
+            shards.ShardTraffic(world, self.config.shard_size or world, self.dtype, kept)
+            if world > 1
+            else Communication()
+        )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_training(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
-    """Train as one rank of a run. Imports torch and your code here, so that the rank records import errors."""
+    """Train as one rank of a run. Torch and your code are imported here, so that the rank records import errors."""
     with imports_without_gc():
         from src.train.run import run
 
@@ -23,7 +23,7 @@ def run_training(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Stor
 
 
 def preload() -> None:
-    """Import what a run of one rank needs, for the server that forks such runs."""
+    """Import the modules of a run with one rank, for the server process that forks such runs."""
     with imports_without_gc():
         for module in ("src.train.run", "src.parallel.data_parallel", "torch.utils.tensorboard"):
             import_module(module)

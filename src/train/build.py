@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,51 +12,74 @@ from src.data.datasets import build_dataset
 from src.data.erasing import Erasing
 from src.data.transforms import evaluation_transform, train_transform
 from src.engine.config.validate import refuse
-from src.engine.data.dataset import ImageDataset, InMemory, train_labels
+from src.engine.data.dataset import InMemory, train_labels
 from src.engine.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher
 from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
 from src.engine.parallel.strategy import Strategy
-from src.engine.runtime.interfaces import BuiltRun
-from src.engine.runtime.meter import Meter
+from src.engine.runtime.interfaces import BuiltRun, TrainState
+from src.engine.runtime.model_checks import check_image_size, compile_model
+from src.engine.runtime.progress import count_steps
 from src.engine.runtime.replica_checks import check_same_data
-from src.engine.runtime.step_hooks import StepHooks
-from src.engine.runtime.step_profiler import ProfiledStepHooks
-from src.models.build import build_model, check_image_size, compile_model
+from src.engine.runtime.step_profiler import build_hooks
+from src.engine.runtime.weights import preprocessing_of
+from src.models.build import build_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.models.weights import load_weights, preprocessing_of
+from src.models.weights import load_weights
 from src.schema import ResolvedConfig, is_timm_dataset
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule
-from src.train.state import TrainState, count_steps
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 
 log = logging.getLogger(__name__)
 
 
-class RunParts(BuiltRun):
+class EvaluationParts:
+    """Parts that both evaluation and training need on this rank: dataset, model, and loaders of val and test."""
+
+    def __init__(self, config: ResolvedConfig, strategy: Strategy, trained_classes: list[str] | None = None) -> None:
+        """`trained_classes`: class names of the run to evaluate."""
+        self.config, self.strategy = config, strategy
+        set_matmul_precision(config.train.precision)
+        may_download = config.model.pretrained or is_timm_dataset(config.data.name)
+        with strategy.group.one_of_node_first() if may_download else nullcontext():
+            self.dataset = build_dataset(config.data, trained_classes, config.train.task == "multilabel")
+            self.num_classes, size = len(self.dataset.class_names), config.data.image_size or self.dataset.image_size
+            # With random or timm's weights.
+            self.model = build_model(config.model, self.num_classes, self.dataset.in_chans, size, strategy.device)
+        of_weights = None if config.model.weights is None else preprocessing_of(Path(config.model.weights))
+        self.preprocessing = preprocessing_for(self.model, config.data, self.dataset, of_weights)
+        check_image_size(self.model, self.preprocessing.input_size, self.num_classes, strategy.device)
+        mean, std = self.preprocessing.mean, self.preprocessing.std
+        self.prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
+        self.evaluation: dict[str, Loader] = {}
+        group = strategy.group
+        for name, split in (("val", self.dataset.val), ("test", self.dataset.test)):
+            if split is not None:
+                transform = None if isinstance(split, InMemory) else evaluation_transform(self.preprocessing)
+                fetcher = BatchFetcher(split, self.num_classes, transform, config.seed, config.data.on_error)
+                sampler = EvalSampler(len(split), config.global_batch, group.rank, group.world_size)
+                workers = num_workers(config.data, split, group.local_world_size)
+                self.evaluation[name] = Loader(fetcher, sampler, self.prefetcher, workers)
+
+
+class RunParts(EvaluationParts, BuiltRun):
     """Parts of a training run on this rank, built from the config."""
 
-    state: TrainState
-
     def __init__(self, config: ResolvedConfig, strategy: Strategy) -> None:
-        self.config, self.strategy = config, strategy
-        evaluated = build_evaluation(config, strategy)
-        self.dataset, self.preprocessing = evaluated.dataset, evaluated.preprocessing
-        self.evaluation, model = evaluated.loaders, evaluated.model
+        super().__init__(config, strategy)
         check_same_data(self.dataset, strategy.group)
-        self.num_classes = len(self.dataset.class_names)
         if config.model.weights is not None:
             path, strict = Path(config.model.weights), config.model.weights_strict
-            log.info("weights      %s", load_weights(model, path, self.dataset.class_names, strict=strict))
-        if frozen := freeze(model, config.model.freeze):
+            log.info("weights      %s", load_weights(self.model, path, self.dataset.class_names, strict=strict))
+        if frozen := freeze(self.model, config.model.freeze):
             log.info("frozen       %s", frozen)
-        self.image_size = train_image_size(model, config.data, self.dataset)
-        self.train = _build_train_loader(config, evaluated, self.image_size, strategy)
+        self.image_size = train_image_size(self.model, config.data, self.dataset)
+        self.train = self._build_train_loader()
         # Optimizer steps, each of train.accumulate global batches. The total includes steps before a resume.
         self.steps_per_epoch, self.total_steps = count_steps(config.train, self.train.sampler.batches_per_epoch)
         refuse(config.train.profile_problems(self.total_steps))
@@ -68,123 +89,59 @@ class RunParts(BuiltRun):
         if config.train.class_weights is not None:
             labels = train_labels(self.dataset.train, self.train.fetcher.chosen)
             weights = class_weights(config.train, labels, outputs)
-        self.state = _build_state(config, model, strategy, self.steps_per_epoch, weights)
+        self.state = self._build_state(weights)
         self.mixing: Mixing | None = None
         if config.data.augment.mixes:
             self.mixing = Mixing(config.data.augment, config.train.smoothing, outputs, config.seed, strategy.group.rank)
         self.communication = strategy.communication(self.state.wrapped)
-        self.hooks = self._build_hooks()
+        self.hooks = build_hooks(config, strategy, self.communication, self.total_steps)
         self.numbers = {}
         self.segments = []
         # By split, and split_ema.
         self.confusions: dict[str, torch.Tensor] = {}
 
-    def _build_hooks(self) -> StepHooks:
-        config, strategy = self.config, self.strategy
-        untimed, recorded = config.train.untimed_steps, config.train.profile_steps
-        meter = Meter(
-            config.global_batch * config.train.accumulate,
-            self.total_steps,
-            None if strategy.device.type == "cpu" else torch.Event(strategy.device),
-            start_measuring=self.communication.start_measuring,
-            untimed=untimed,
-            energy=strategy.telemetry.energy,
+    def _build_train_loader(self) -> TrainLoader:
+        config, split, group = self.config, self.dataset.train, self.strategy.group
+        augment = config.data.augment
+        transform = train_transform(augment, self.image_size, not isinstance(split, InMemory), self.preprocessing.mean)
+        chosen = fixed_choice(len(split), config.data.limit_train)
+        weights = class_balance(train_labels(split, chosen), config.data.balance) if config.data.balance else None
+        sampler = TrainSampler(
+            len(split) if chosen is None else len(chosen),
+            config.global_batch,
+            group.rank,
+            group.world_size,
+            config.seed,
+            augment.aug_repeats,
+            config.train.accumulate,
+            weights,
         )
-        if untimed is None or recorded is None:
-            return StepHooks(meter, strategy.group.stop)
-        return ProfiledStepHooks(meter, strategy, self.communication, untimed, recorded)
+        fetcher = BatchFetcher(
+            split,
+            self.num_classes,
+            transform,
+            config.seed,
+            config.data.on_error,
+            substitutes=sampler.num_images,
+            chosen=chosen,
+        )
+        workers = num_workers(config.data, split, group.local_world_size)
+        finish = Erasing(augment, self.strategy.device) if augment.reprob else None
+        return TrainLoader(fetcher, sampler, self.prefetcher, workers, finish)
 
-
-@dataclasses.dataclass
-class EvaluationParts:
-    """Parts that both evaluation and training need: dataset, model and evaluation loaders."""
-
-    dataset: ImageDataset
-    preprocessing: Any  # Preprocessing
-    model: torch.nn.Module  # with random or timm's weights
-    prefetcher: DevicePrefetcher
-    loaders: dict[str, Loader]  # this rank's loaders of val and test
-
-
-def build_evaluation(
-    config: ResolvedConfig, strategy: Strategy, trained_classes: list[str] | None = None
-) -> EvaluationParts:
-    """Build dataset, model and this rank's val and test loaders. `trained_classes`: classes of a run to evaluate."""
-    set_matmul_precision(config.train.precision)
-    may_download = config.model.pretrained or is_timm_dataset(config.data.name)
-    with strategy.group.one_of_node_first() if may_download else nullcontext():
-        dataset = build_dataset(config.data, trained_classes, config.train.task == "multilabel")
-        size = config.data.image_size or dataset.image_size
-        model = build_model(config.model, len(dataset.class_names), dataset.in_chans, size, strategy.device)
-    of_weights = None if config.model.weights is None else preprocessing_of(Path(config.model.weights))
-    preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
-    check_image_size(model, preprocessing, len(dataset.class_names), strategy.device)
-    prefetcher = DevicePrefetcher(strategy.device, preprocessing.mean, preprocessing.std, config.model.channels_last)
-    group, loaders = strategy.group, {}
-    for name, split in (("val", dataset.val), ("test", dataset.test)):
-        if split is not None:
-            transform = None if isinstance(split, InMemory) else evaluation_transform(preprocessing)
-            fetcher = BatchFetcher(split, len(dataset.class_names), transform, config.seed, config.data.on_error)
-            sampler = EvalSampler(len(split), config.global_batch, group.rank, group.world_size)
-            workers = num_workers(config.data, split, group.local_world_size)
-            loaders[name] = Loader(fetcher, sampler, prefetcher, workers)
-    return EvaluationParts(dataset, preprocessing, model, prefetcher, loaders)
-
-
-def _build_train_loader(
-    config: ResolvedConfig, evaluated: EvaluationParts, size: int, strategy: Strategy
-) -> TrainLoader:
-    split, group, augment = evaluated.dataset.train, strategy.group, config.data.augment
-    transform = train_transform(augment, size, not isinstance(split, InMemory), evaluated.preprocessing.mean)
-    chosen = fixed_choice(len(split), config.data.limit_train)
-    weights = class_balance(train_labels(split, chosen), config.data.balance) if config.data.balance else None
-    sampler = TrainSampler(
-        len(split) if chosen is None else len(chosen),
-        config.global_batch,
-        group.rank,
-        group.world_size,
-        config.seed,
-        augment.aug_repeats,
-        config.train.accumulate,
-        weights,
-    )
-    fetcher = BatchFetcher(
-        split,
-        len(evaluated.dataset.class_names),
-        transform,
-        config.seed,
-        config.data.on_error,
-        substitutes=sampler.num_images,
-        chosen=chosen,
-    )
-    workers = num_workers(config.data, split, group.local_world_size)
-    finish = Erasing(augment, strategy.device) if augment.reprob else None
-    return TrainLoader(fetcher, sampler, evaluated.prefetcher, workers, finish)
-
-
-def _build_state(
-    config: ResolvedConfig,
-    model: torch.nn.Module,
-    strategy: Strategy,
-    steps_per_epoch: int,
-    weights: dict[str, torch.Tensor],
-) -> TrainState:
-    """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters while it wraps."""
-    criterion = build_criterion(config.train, config.data.augment, weights)
-    if isinstance(criterion, torch.nn.Module):
-        criterion = criterion.to(strategy.device)
-    ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
-    compiled = compile_model(model, config.model.compile, strategy.device)
-    autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
-    wrapped = strategy.wrap(TrainStep(autocast, criterion, config.train.task))
-    if ema is not None:
-        strategy.lay_out(ema.module)
-    optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards)
-    return TrainState(
-        model=model,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        schedule=build_schedule(config.optim, config.train, optimizer, steps_per_epoch),
-        scaler=torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None,
-        ema=ema,
-    )
+    def _build_state(self, weights: dict[str, torch.Tensor]) -> TrainState:
+        """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters while it wraps."""
+        config, model, strategy = self.config, self.model, self.strategy
+        criterion = build_criterion(config.train, config.data.augment, weights)
+        if isinstance(criterion, torch.nn.Module):
+            criterion = criterion.to(strategy.device)
+        ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
+        compiled = compile_model(model, config.model.compile, strategy.device)
+        autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
+        wrapped = strategy.wrap(TrainStep(autocast, criterion, config.train.task))
+        if ema is not None:
+            strategy.lay_out(ema.module)
+        optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards)
+        schedule = build_schedule(config.optim, config.train, optimizer, self.steps_per_epoch)
+        scaler = torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None
+        return TrainState(model, wrapped, optimizer, schedule, scaler, ema)

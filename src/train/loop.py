@@ -1,6 +1,6 @@
 """The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py writes its numbers.
 
-A sync step is one to log or save at, or the last of an epoch. Between two of them nothing waits for the device: losses and
+A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing waits for the device: losses and
 metrics stay there, and are fetched once, summed over the ranks.
 """
 
@@ -19,17 +19,17 @@ from src.engine.data.prefetch import Batch
 from src.engine.faults.liveness import BACKWARD, FORWARD, READING
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.determinism import seed_step
+from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.metric_window import MetricWindow
 from src.engine.runtime.step_hooks import StepHooks
 from src.schema import Config, OptimConfig
-from src.train.state import TrainState
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Training metrics of the steps up to a sync step, for the log."""
+    """Training metrics since the previous report, for the log."""
 
     means: dict[str, float]  # loss and metrics over the images since the last report
     lr: float  # largest of all parameter groups at this step
@@ -45,7 +45,7 @@ def train_epoch(
     steps_per_epoch: int,
     mix: Mix | None = None,
 ) -> Iterator[StepReport]:
-    """Train to the end of the epoch (or max_steps, or a stop signal), and yield a report at each sync step.
+    """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step that is logged or saved.
 
     Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same step.
     """

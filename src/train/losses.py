@@ -5,10 +5,12 @@ Import torch and timm inside functions only: train.py reads the names before it 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from src.engine.errors import refuse_wrong_arguments
+from src.engine.machine.process import import_class
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,17 +26,15 @@ def cross_entropy(config: TrainConfig, augment: AugmentConfig, class_weight: Ten
     With weights, the loss is a mean over images, not over weights as in torch, so that the mean over ranks equals
     the loss of the whole batch.
     """
-    from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+    from timm.loss import create_classification_loss
     from torch import nn
 
-    if class_weight is not None:
-        # Mixed targets are already smoothed.
-        smoothing = 0 if augment.mixes else config.smoothing
-        weighted = nn.CrossEntropyLoss(class_weight, reduction="none", label_smoothing=smoothing)
-        return lambda outputs, targets: weighted.to(outputs.device)(outputs, targets).mean()
-    if augment.mixes:
-        return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(config.smoothing) if config.smoothing else nn.CrossEntropyLoss()
+    if class_weight is None:
+        return create_classification_loss("ce", smoothing=config.smoothing, soft_targets=augment.mixes)
+    # Mixed targets are already smoothed.
+    smoothing = 0 if augment.mixes else config.smoothing
+    weighted = nn.CrossEntropyLoss(class_weight, reduction="none", label_smoothing=smoothing)
+    return lambda outputs, targets: weighted.to(outputs.device)(outputs, targets).mean()
 
 
 def binary_cross_entropy(
@@ -48,23 +48,16 @@ def binary_cross_entropy(
 
     `sum_classes`, as in timm: sum over the classes of an image instead of averaging. Weights apply to training only.
     """
-    from timm.loss import BinaryCrossEntropy, create_classification_loss
+    from timm.loss import create_classification_loss
 
-    if config.task == "multilabel":
-        return create_classification_loss(
-            "bce",
-            multi_label=True,
-            smoothing=config.smoothing,
-            class_weight=class_weight,
-            pos_weight=pos_weight,
-            bce_sum=sum_classes,
-        )
-    return BinaryCrossEntropy(
-        config.smoothing,
-        target_threshold=config.bce_target_thresh,
-        weight=class_weight,
-        sum_classes=sum_classes,
+    return create_classification_loss(
+        "bce",
+        multi_label=config.task == "multilabel",
+        smoothing=config.smoothing,
+        class_weight=class_weight,
         pos_weight=pos_weight,
+        bce_target_thresh=config.bce_target_thresh,
+        bce_sum=sum_classes,
     )
 
 
@@ -111,7 +104,7 @@ def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """An option of `train.loss`: its training loss, its evaluation loss and its probabilities."""
+    """An option of `train.loss`: training loss, evaluation loss, and the conversion of scores to probabilities."""
 
     # (config, augment, **train.loss_kwargs) -> criterion, which maps outputs [B, classes] and targets ([B], or
     # [B, classes] under mixup) to a mean loss.
@@ -133,11 +126,10 @@ LOSSES = {
 
 
 def find_loss(name: str) -> Loss:
-    """Return the Loss for a `train.loss`: one of LOSSES, or your class `src.<module>.<Class>`."""
+    """Return the entry of LOSSES for a value of `train.loss`, or build one for your class `src.<module>.<Class>`."""
     if name in LOSSES:
         return LOSSES[name]
-    module, _, class_name = name.rpartition(".")
-    loss_class: Any = getattr(importlib.import_module(module), class_name)
+    loss_class = import_class(name)
     return Loss(lambda config, augment, **kwargs: loss_class(**kwargs))
 
 
@@ -147,13 +139,9 @@ def build_criterion(config: TrainConfig, augment: AugmentConfig, weights: dict[s
     `weights`: keyword arguments of the loss, from `class_weights`.
     """
     weights = weights or {}
-    try:
+    given = {**dict.fromkeys(weights, "of train.class_weights"), **config.loss_kwargs}
+    with refuse_wrong_arguments("train.loss_kwargs", given, config.loss):
         return find_loss(config.loss).build(config, augment, **weights, **config.loss_kwargs)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        given = {**dict.fromkeys(weights, "of train.class_weights"), **config.loss_kwargs}
-        raise ValueError(f"train.loss_kwargs={given}: {config.loss} does not accept them ({error})") from None
 
 
 def class_weights(config: TrainConfig, labels: Tensor | None, outputs: int) -> dict[str, Tensor]:

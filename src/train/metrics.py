@@ -53,22 +53,12 @@ def macro_f1(counts: Tensor, samples: int) -> float:
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a class without images.
+    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a class without images."""
+    from timm.task import MultiLabelClassificationEvaluator
 
-    The definition of timm's MultiLabelClassificationEvaluator and of scikit-learn's average_precision_score.
-    """
-    import torch
-
-    ordered, order = scores.double().sort(0, descending=True)
-    hits = (labels > 0.5).gather(0, order).double().cumsum(0)
-    rank = torch.arange(1, len(scores) + 1, dtype=torch.float64)[:, None]
-    # Images of equal score pass a threshold together: only the last of them ends an interval.
-    is_last = torch.ones_like(ordered, dtype=torch.bool)
-    is_last[:-1] = ordered[:-1] != ordered[1:]
-    hits_before = torch.zeros_like(hits)
-    hits_before[1:] = torch.where(is_last, hits, 0.0).cummax(0).values[:-1]
-    gain = torch.where(is_last, hits - hits_before, 0.0)
-    return float(((hits / rank * gain).sum(0) / hits[-1].clamp(min=1)).mean())
+    evaluator = MultiLabelClassificationEvaluator()
+    evaluator.update(scores, labels)
+    return float(evaluator.compute()["map"]) / 100
 
 
 LOSS = Metric(total_loss, lambda total, samples: total.item() / samples, lower_is_better=True)
@@ -86,7 +76,7 @@ MULTILABEL_METRICS: dict[str, Metric] = {
 
 
 def metrics_of(task: str) -> dict[str, Metric]:
-    """Return the metrics for a train.task by name."""
+    """Return metric name -> Metric for a train.task."""
     return MULTILABEL_METRICS if task == "multilabel" else METRICS
 
 
@@ -107,7 +97,7 @@ def details(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def check_metric(metric: str, num_classes: int) -> None:
-    """Raise ValueError for a `checkpoint.metric` that needs more classes, for example acc5 with five classes."""
+    """Raise ValueError for a `checkpoint.metric` that needs more than `num_classes` classes, as acc5 with five."""
     name = metric.removeprefix("val/").removesuffix("_ema")
     if num_classes < (METRICS | MULTILABEL_METRICS)[name].min_classes:
         raise ValueError(f"checkpoint.metric={metric}: not defined for {num_classes} classes; use val/acc or val/loss")

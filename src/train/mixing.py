@@ -30,7 +30,7 @@ class Mixing:
         self.batch = 0
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return a mixed batch: images and soft targets [B, classes]. From `mixup_off_epoch` on, only smooths."""
+        """Return a mixed batch: images and soft targets [B, classes]. From epoch `mixup_off_epoch` on, labels are only smoothed."""
         self.mixup.mixup_enabled = not self.off_epoch or epoch < self.off_epoch
         # timm draws from numpy's global state.
         np.random.seed(seed_for(self.seed, self.batch, self.rank) & 0xFFFFFFFF)

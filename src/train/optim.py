@@ -11,22 +11,23 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
+from src.engine.errors import refuse_wrong_arguments
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 
-# Fused optimizers that torch can apply to a parameter of which each rank has a part.
+# Optimizers whose fused kernel can update a parameter of which each rank has a part.
 FUSED_IN_PARTS = ("adam", "adamw")
 
 
 def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bool = False) -> torch.optim.Optimizer:
-    """Build the optimizer; as in timm, norms and biases have no weight decay. `lr`: scaled by optim.lr_rule."""
+    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled by optim.lr_rule."""
     kwargs = dict(config.kwargs)
     try:
         optimizer_class = get_optimizer_class(config.opt, bind_defaults=False)
     # Some optimizers need Apex or bitsandbytes.
     except (AssertionError, ImportError) as error:
         raise ValueError(
-            f"optim.opt={config.opt}: {error}; install it, or use optim.opt=adamw, which needs no further package"
+            f"optim.opt={config.opt}: {error}; install that package, or use optim.opt=adamw, which needs none"
         ) from None
     accepted = inspect.signature(optimizer_class).parameters if inspect.isclass(optimizer_class) else {}
     # One kernel for all tensors: resnet18's AdamW step on CPU falls from 45 to 15 ms.
@@ -34,7 +35,7 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bo
         kwargs.setdefault("fused", True)
     if "betas" in kwargs:
         kwargs["betas"] = tuple(kwargs["betas"])
-    try:
+    with refuse_wrong_arguments("optim.kwargs", config.kwargs, config.opt, ValueError, AssertionError):
         optimizer = create_optimizer_v2(
             model,
             opt=config.opt,
@@ -44,8 +45,6 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bo
             layer_decay=config.layer_decay,
             **kwargs,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"optim.kwargs={config.kwargs}: {config.opt} does not accept them ({error})") from None
     if config.head_lr_scale != 1:
         _scale_head(optimizer, model, config.head_lr_scale)
     return optimizer
@@ -57,12 +56,10 @@ def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float
     head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     groups = []
     for group in optimizer.param_groups:
-        own = [parameter for parameter in group["params"] if id(parameter) in head]
-        others = [parameter for parameter in group["params"] if id(parameter) not in head]
-        if others:
-            groups.append({**group, "params": others})
-        if own:
-            groups.append({**group, "params": own, "lr_scale": group.get("lr_scale", 1.0) * scale})
+        for in_head, factor in ((False, 1.0), (True, scale)):
+            parameters = [parameter for parameter in group["params"] if (id(parameter) in head) is in_head]
+            if parameters:
+                groups.append({**group, "params": parameters, "lr_scale": group.get("lr_scale", 1.0) * factor})
     optimizer.param_groups = groups
 
 
@@ -82,7 +79,7 @@ def build_schedule(
         # In wsd and rsqrt, timm reads a number below 1 as a share of the schedule.
         is_share = config.decay_epochs < 1 and config.sched in ("wsd", "rsqrt")
         arguments["decay_epochs"] = config.decay_epochs / decay_length if is_share else config.decay_epochs
-    try:
+    with refuse_wrong_arguments("optim.sched_kwargs", config.sched_kwargs, config.sched, ValueError, AssertionError):
         schedule, _ = create_scheduler_v2(
             optimizer,
             sched=config.sched,
@@ -97,9 +94,5 @@ def build_schedule(
             updates_per_epoch=steps_per_epoch,
             **arguments,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"optim.sched_kwargs={config.sched_kwargs}: {config.sched} does not accept them ({error})"
-        ) from None
     assert schedule is not None
     return schedule

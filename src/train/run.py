@@ -81,7 +81,7 @@ class Trainer:
         return self.state.progress
 
     def train(self) -> None:
-        """Run the whole training, from the first console line to result.json."""
+        """Train until the last epoch, evaluate the best weights, and write result.json."""
         parts, strategy = self.parts, self.strategy
         if strategy.is_first and self.config.print_config:
             print_config(self.config, full=self.config.print_config == "full")
@@ -111,7 +111,7 @@ class Trainer:
         strategy.close()
 
     def close(self) -> None:
-        """Close loaders and files, also after an error."""
+        """End loader workers and close log files, also after an error."""
         self.on_close.close()
 
     def resume(self) -> None:
@@ -133,7 +133,7 @@ class Trainer:
         )
 
     def train_epoch(self) -> None:
-        """Train to the end of the epoch, recording and saving at sync steps."""
+        """Train to the end of the epoch. Log metrics and save checkpoints at the steps that are due."""
         parts, progress, every = self.parts, self.progress, self.config.checkpoint.every_steps
         self.steps_before_epoch = progress.step - progress.step_in_epoch
         batches = parts.train.epoch(progress.epoch, progress.step_in_epoch * self.config.train.accumulate)
@@ -151,7 +151,7 @@ class Trainer:
             self.stop()
 
     def step_numbers(self, report: StepReport) -> dict[str, float | None]:
-        """Return the numbers to log at a sync step."""
+        """Return name -> value for the log: training metrics, learning rate, gradient norm and speed."""
         meter = self.parts.hooks.meter
         speed = meter.recent()
         return {
@@ -213,7 +213,6 @@ class Trainer:
             metrics_of(self.config.train.task),
             find_loss(self.config.train.loss).of_images,
             self.group,
-            num_classes=self.parts.num_classes,
             should_stop=self.group.stop.stop_requested if may_stop else None,
             batches=self.console.counted(split, loader, len(loader.sampler)),
             multilabel=self.config.train.task == "multilabel",

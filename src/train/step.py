@@ -50,7 +50,7 @@ class TrainStep(nn.Module):
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of images whose highest score is at their label, or in mixed targets at the larger label."""
+    """Compute the share of images whose label has the highest score. The label of a mixed image is the larger one."""
     labels = targets if targets.ndim == 1 else targets.argmax(1)
     return (outputs.argmax(1) == labels).float().mean()
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from src.data.decode import decode as decode_bytes
-from src.data.decode import decode_file as decode
-from src.data.decode import find_jpeg_decoder, from_pil
+from src.engine.data.decode import decode as decode_bytes
+from src.engine.data.decode import decode_file as decode
+from src.engine.data.decode import find_jpeg_decoder, from_pil
 from src.engine.data.folder import class_names, image_files
 from src.engine.errors import UnreadableImageError
 

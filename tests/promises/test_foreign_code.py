@@ -17,8 +17,8 @@ import torch
 from conftest import Refuse, conf, parse
 
 from src.data.datasets import build_dataset
-from src.data.decode import decode_file as decode
 from src.engine.config.compose import ROOT, compose_command
+from src.engine.data.decode import decode_file as decode
 from src.engine.launch.job import job_command
 from src.engine.runtime import checkpoint
 from src.schema import DataConfig, ModelConfig

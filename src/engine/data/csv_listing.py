@@ -12,15 +12,16 @@ from src.schema import DataConfig
 
 SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel
 SPLITS = ("train", "val", "test")
+COLUMNS = ("file", "label", "split", "fold", "group")
 
 
 @dataclass
 class Row:
-    """An image in the CSV file: its path, label, split, fold and group."""
+    """A line of the CSV file: an image and its labels. Values of missing columns are empty."""
 
     line: int
     file: Path
-    label: str
+    labels: list[str]
     split: str
     fold: str
     group: str
@@ -37,50 +38,35 @@ def csv_file(data: DataConfig) -> Path:
     return path
 
 
-def read_rows(data: DataConfig, multilabel: bool = False) -> list[Row]:
+def read_rows(path: Path, multilabel: bool) -> list[Row]:
     """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally split, fold and group.
 
-    Only with `multilabel` may a label be empty.
+    Only with `multilabel` may an image have several labels, or none.
     """
-    path = csv_file(data)
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+    rows = []
+    with open(path, newline="", encoding="utf-8-sig") as lines:
+        reader = csv.DictReader(lines)
         if missing := {"file", "label"} - set(reader.fieldnames or ()):
-            found = ", ".join(reader.fieldnames or ())
-            raise ValueError(f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {found}")
-        rows = []
+            present = ", ".join(reader.fieldnames or ())
+            raise ValueError(f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}")
         for entry in reader:
-            values = {name: (entry.get(name) or "").strip() for name in ("file", "label", "split", "fold", "group")}
-            row = Row(reader.line_num, path.parent / values.pop("file"), **values)
-            if not entry["file"] or not (row.label or multilabel):
-                raise ValueError(f"data.root={path}: line {row.line} has no {'label' if entry['file'] else 'file'}")
-            rows.append(row)
+            file, label, *others = ((entry.get(column) or "").strip() for column in COLUMNS)
+            if not file or not (label or multilabel):
+                raise ValueError(
+                    f"data.root={path}: line {reader.line_num} has no value in the column {'label' if file else 'file'}"
+                )
+            labels = [part.strip() for part in label.split(SEPARATOR) if part.strip()] if multilabel else [label]
+            rows.append(Row(reader.line_num, path.parent / file, labels, *others))
     return rows
 
 
-def labels_of(row: Row, multilabel: bool) -> list[str]:
-    """Return the labels of an image: one, or with `multilabel` any number."""
-    if not multilabel:
-        return [row.label]
-    return [label.strip() for label in row.label.split(SEPARATOR) if label.strip()]
-
-
-def class_names_of(rows: Sequence[Row], path: Path, multilabel: bool) -> list[str]:
-    """Return the sorted distinct labels. Raises ValueError for fewer than two."""
-    names = sorted({label for row in rows for label in labels_of(row, multilabel)})
-    if len(names) < 2:
-        raise ValueError(f"data.root={path}: {len(names)} labels in {len(rows)} lines; expected two or more")
-    return names
-
-
-def divide(rows: Sequence[Row], data: DataConfig) -> dict[str, list[Row]]:
+def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
     """Divide rows into train, val and test: by data.fold, by data.val_fraction, or by the column split."""
-    path = csv_file(data)
-    divided: dict[str, list[Row]] = {"train": [], "val": [], "test": []}
+    divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:
         if row.split and row.split not in SPLITS:
             raise ValueError(f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test")
-        # Fold and fraction divide what the file itself does not set apart for val or test.
+        # Fold and fraction divide the images that the column split does not assign to val or test.
         if row.split in ("val", "test"):
             divided[row.split].append(row)
         elif data.fold is not None:
@@ -103,21 +89,21 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
 
     A label is a class number; with `multilabel` a number per class, 1 if the image has that label, else 0.
     """
-    rows, path = read_rows(data, multilabel), csv_file(data)
-    names = classes or class_names_of(rows, path, multilabel)
-    known = {name: index for index, name in enumerate(names)}
-    for row in rows:
-        for label in labels_of(row, multilabel):
-            if label not in known:
-                raise ValueError(f"data.root={path}: line {row.line}: the run has no class {label}")
+    path = csv_file(data)
+    rows = read_rows(path, multilabel)
+    names = classes or sorted({label for row in rows for label in row.labels})
+    if len(names) < 2:
+        raise ValueError(f"data.root={path}: {len(names)} labels in {len(rows)} lines; expected two or more")
+    number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
-        if not multilabel:
-            return known[row.label]
-        own = set(labels_of(row, multilabel))
-        return tuple(float(name in own) for name in names)
+        if unknown := set(row.labels) - number_of.keys():
+            raise ValueError(f"data.root={path}: line {row.line}: the run has no class {', '.join(sorted(unknown))}")
+        if multilabel:
+            return tuple(float(name in row.labels) for name in names)
+        return number_of[row.labels[0]]
 
-    divided = divide(rows, data)
+    divided = _divide(rows, path, data)
     listing = {split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()}
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
@@ -132,8 +118,8 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
 
 def check_csv(data: DataConfig) -> None:
     """Raise ValueError for a CSV file unusable under any train.task. Checks that one image of each label exists."""
-    rows = read_rows(data, multilabel=True)
     list_csv(data, multilabel=True)
-    for row in {row.label: row for row in reversed(rows)}.values():
+    path = csv_file(data)
+    for row in {tuple(row.labels): row for row in reversed(read_rows(path, multilabel=True))}.values():
         if not row.file.is_file():
-            raise ValueError(f"data.root={csv_file(data)}: line {row.line}: no such file: {row.file}")
+            raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")

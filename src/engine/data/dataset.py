@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from src.schema import Config
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -37,7 +39,7 @@ class ImageDataset(Protocol):
 
 
 class InMemory:
-    """A split that fits in memory: a batch is one indexing operation, and worker processes would only slow it down."""
+    """A split that fits in memory. Reading a batch is one indexing operation, which worker processes would only slow down."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
@@ -50,8 +52,18 @@ class InMemory:
         return self.images[index], self.labels[index].item()
 
 
+class Sizes(ImageDataset):
+    """A dataset of which only the sizes are known, because its images are not on this machine."""
+
+    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
+        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.in_chans = config.model.in_chans or 3
+        # Only its length is read.
+        self.train = self.val = cast(Split, range(num_images))
+
+
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
-    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if it lists no labels."""
+    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if the split does not list them."""
     import torch
 
     files = getattr(split, "files", None)
@@ -60,18 +72,17 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
 
 
 def split_fingerprint(*splits: Split) -> str:
-    """Hash file names and labels of splits, taken as one set of images, so that their division does not matter.
+    """Return a hash of all images of `splits`, which moving an image between these splits does not change.
 
-    The listing is: of files relative paths and labels, of tensors shapes and labels, else the length. Paths are relative
-    to the deepest folder that holds all files, so that copies of the data in two places are equal. No image is read. 1.3
+    For files, relative paths and labels are hashed; for tensors, shapes and labels; else the length. No image is read. 1.3
     million files take about a second.
     """
     entries: list[str] = [str(sum(map(len, splits)))]
     files: list[tuple[Path, int]] = [entry for split in splits for entry in getattr(split, "files", None) or ()]
     if files:
         paths = [os.fspath(path) for path, _ in files]
-        # Relative to the deepest common folder, so that copies in two places are equal. commonpath() takes seconds for a
-        # million paths; here the common prefix of characters is cut at its last separator.
+        # Relative to the deepest common folder, so that copies of the data in two places are equal. commonpath() takes seconds
+        # for a million paths; here the common prefix of characters is cut at its last separator.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
         lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
         entries += lines if len(splits) == 1 else sorted(lines)

@@ -18,7 +18,7 @@ from src.schema import DataConfig
 def class_names(split: Path) -> list[str]:
     """Return the names of the class folders of a split. They are sorted, and their order defines the labels."""
     if not split.is_dir():
-        raise ValueError(f"data.root: has no folder named {split} here; set data.root=<folder of the images>")
+        raise ValueError(f"data.root: no folder {split}; set data.root to the folder that contains the images")
     with os.scandir(split) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
@@ -68,7 +68,7 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
 
 
 def _group_of(path: str, data: DataConfig) -> str:
-    """Return the group of an image, which is never divided between splits: its path, or what data.group_pattern matches."""
+    """Return the text that data.group_pattern matches in a path, else the path. Images with the same text share a split."""
     if data.group_pattern is None:
         return path
     match = re.search(data.group_pattern, path)
@@ -77,8 +77,22 @@ def _group_of(path: str, data: DataConfig) -> str:
     return match.group(1) if match.groups() else match.group()
 
 
-def check_trained_folder(root: Path) -> None:
-    """Raise ValueError for a folder that cannot be trained on. Checks one file per class, to be fast on large data."""
+def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
+    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class, to be fast on large data.
+
+    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of them); None: to train on.
+    """
+    if data.root is None:
+        raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
+    if data.val_fraction is not None:
+        _check_class_folders(Path(data.root))
+    elif evaluated is None:
+        _check_trained_folder(Path(data.root))
+    else:
+        _check_evaluated_folder(Path(data.root), evaluated)
+
+
+def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
             raise ValueError(
@@ -97,8 +111,7 @@ def check_trained_folder(root: Path) -> None:
             _check_split(folder)
 
 
-def check_class_folders(root: Path) -> None:
-    """Raise ValueError for a folder without `<root>/<class>/<image>`, which data.val_fraction needs."""
+def _check_class_folders(root: Path) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
     names = class_names(root)
@@ -109,8 +122,7 @@ def check_class_folders(root: Path) -> None:
     _check_split(root)
 
 
-def check_evaluated_folder(root: Path, split: str) -> None:
-    """Raise ValueError for a folder without the `split` to evaluate on: val, test, or all, which needs one of them."""
+def _check_evaluated_folder(root: Path, split: str) -> None:
     candidates = [root / name for name in (("val", "test") if split == "all" else (split,))]
     folders = [folder for folder in candidates if folder.is_dir()]
     if not folders:
@@ -126,11 +138,11 @@ def _check_split(folder: Path) -> None:
         raise ValueError(f"data.root={folder.parent}: no class folders in {folder}; expected {folder}/<class>/<image>")
     for name in names:
         if next(image_files(folder / name), None) is None:
-            raise ValueError(f"data.root={folder.parent}: no image in {folder / name} ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(f"data.root={folder.parent}: no image in {folder / name}; add {', '.join(IMAGE_SUFFIXES)}")
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:
-    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the owner of the known classes."""
+    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of `known`, for the message."""
     names = class_names(folder)
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(
@@ -149,5 +161,5 @@ def class_difference(trained: list[str], data: list[str]) -> str:
 
 
 def first(names: list[str], count: int = 5) -> str:
-    """Join the first few of a list of names with commas, with `…` if there are more."""
+    """Join the first `count` names with commas. Append `…` if there are more."""
     return ", ".join(names[:count]) + (" …" if len(names) > count else "")

@@ -34,6 +34,8 @@ MAX_IMAGES = 4  # shown of equal images, and on the page of each class
 
 @dataclass(frozen=True)
 class CheckedImage:
+    """An image of a split with its labels, size and checksum, or the reason why it cannot be read."""
+
     split: str
     index: int
     file: str
@@ -47,6 +49,8 @@ class CheckedImage:
 
 @dataclass
 class Report:
+    """Problems and statistics of all images of a dataset."""
+
     measures: dict[str, dict[str, Any]]  # measure -> split -> value
     classes: dict[str, dict[str, int]]  # class -> split -> images; the rarest class first
     problems: dict[str, list[list[CheckedImage]]]  # kind -> an unreadable image, or images that are equal to each other

@@ -21,8 +21,8 @@ from src.engine.machine.process import kill_on_parent_exit
 from src.engine.machine.signals import ignore_stop_signals
 from src.schema import DataConfig
 
-# A batch, the indices that could not be read for it, and a seed for each image if a Finish follows.
-Fetched = tuple[Tensor, Tensor, list[int], list[int]]
+# A batch, the indices that could not be read for it, and the request that it answers.
+Fetched = tuple[Tensor, Tensor, list[int], IndexBatch]
 # Changes normalized images on the device, with random draws from a seed for each image: (images, seeds) -> images.
 Finish = Callable[[Tensor, list[int]], Tensor]
 # Limit of consecutive unreadable images to skip. More are not just a few damaged files.
@@ -44,14 +44,13 @@ class BatchFetcher:
     ) -> None:
         """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
 
-        `substitutes`: number of images of which the next readable one replaces it; 0: it is left out. A training batch must
-        keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
+        `substitutes`: number of images, of which the next readable one replaces an unreadable one; 0: it is left out. A
+        training batch must keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
         """
         self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
         # Only in the rank itself, because a forked worker has no CUDA.
         self.pin_memory = False
-        self.gives_seeds = False
         # Indices >= num_images are additional copies of images.
         self.num_images = substitutes or len(split)
         # A batch is rows of one tensor: nothing to decode, nothing to draw.
@@ -66,26 +65,24 @@ class BatchFetcher:
             indices = torch.from_numpy(batch.indices) % self.num_images
             indices = indices if self.chosen is None else self.chosen[indices]
             rows = self._rows(self.split.images, indices), self._rows(self.split.labels, indices)
-            return *rows, [], self._seeds(batch)
+            return *rows, [], batch
         unreadable: list[int] = []
         # Keep augmentation from advancing the generator that dropout uses.
         with torch.random.fork_rng(devices=[]):
             read = [self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()]
         samples = [sample for sample in read if sample is not None]
         if not samples:
-            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable, []
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable, batch
         images, targets = zip(*samples, strict=True)
         labels = torch.tensor(targets)
         self._check_labels(labels)
-        return torch.stack(images), labels, unreadable, self._seeds(batch)
+        return torch.stack(images), labels, unreadable, batch
 
     # torch's loader calls it with a whole batch.
     __getitems__ = read
 
-    def _seeds(self, batch: IndexBatch) -> list[int]:
+    def seeds(self, batch: IndexBatch) -> list[int]:
         """Return a seed for random erasing of each image of a batch, unrelated to the seed of the image's transform."""
-        if not self.gives_seeds:
-            return []
         return [seed_for(self.seed, batch.epoch, index, 1) for index in batch.indices.tolist()]
 
     def numbers(self, indices: list[int]) -> list[int]:
@@ -128,7 +125,9 @@ class BatchFetcher:
                 seed_draws(self.seed, epoch, index)
                 image = self.transform(image)
             return image, label
-        raise ValueError(f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}")
+        raise ValueError(
+            f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}; check the files"
+        )
 
 
 class Loader:
@@ -144,7 +143,6 @@ class Loader:
     ) -> None:
         self.fetcher, self.sampler, self.prefetcher, self.num_workers = fetcher, sampler, prefetcher, num_workers
         self.finish = finish
-        fetcher.gives_seeds = finish is not None
         self.unreadable: set[int] = set()  # numbers of the images that this rank could not read
         self._loader: DataLoader[Any] | None = None
         on_gpu = prefetcher.device.type == "cuda"
@@ -168,22 +166,22 @@ class Loader:
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        seeds: deque[list[int]] = deque()
-        batches = self._read(seeds)
+        requests: deque[IndexBatch] = deque()
+        batches = self._read(requests)
         if self.fetcher.pin_memory and self.fetcher.gathers:
             batches = one_ahead(batches)
         on_device = self.prefetcher.stream(batches)
         if self.finish is None:
             return on_device
-        return ((self.finish(images, seeds.popleft()), labels) for images, labels in on_device)
+        return ((self.finish(images, self.fetcher.seeds(requests.popleft())), labels) for images, labels in on_device)
 
-    def _read(self, seeds: deque[list[int]]) -> Iterator[Batch]:
-        """Yield batches from the workers, and append the image seeds of each batch to `seeds`."""
+    def _read(self, requests: deque[IndexBatch]) -> Iterator[Batch]:
+        """Yield batches from the workers. If random erasing follows, append the request of each batch to `requests`."""
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
-        for images, labels, unreadable, image_seeds in fetched:
+        for images, labels, unreadable, request in fetched:
             self.unreadable.update(unreadable)
-            if image_seeds:
-                seeds.append(image_seeds)
+            if self.finish is not None:
+                requests.append(request)
             if len(labels):
                 yield images, labels
 
@@ -212,9 +210,9 @@ class TrainLoader(Loader):
     def peek(self) -> Tensor:
         """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will still yield."""
         self.sampler.start_at(0)
-        images, labels, _, seeds = self.fetcher.read(next(iter(self.sampler)))
+        images, labels, _, request = self.fetcher.read(next(iter(self.sampler)))
         images, _ = self.prefetcher((images, labels))
-        return images if self.finish is None else self.finish(images, seeds)
+        return images if self.finish is None else self.finish(images, self.fetcher.seeds(request))
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from src.engine.data.seeds import seed_for
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:
-    """Seed the random draws for one sample from (seed, epoch, index), independent of rank and worker."""
+    """Seed the generators of torch, random and numpy from (seed, epoch, index of a sample), on any rank and worker alike."""
     mixed = seed_for(seed, epoch, index)
     torch.default_generator.manual_seed(mixed)
     random.seed(mixed)
@@ -70,7 +70,7 @@ class TrainSampler(DistributedSampler[Any]):
         """`batch_size` is the global one. With `weights` [num_images], images are drawn with replacement."""
         if num_images < batch_size:
             raise ValueError(
-                f"data.batch_size={batch_size}: exceeds the training split ({num_images} images); use less"
+                f"data.batch_size={batch_size}: exceeds the training split ({num_images} images); use {num_images} or less"
             )
         batches = num_images // batch_size
         if batches < accumulate:
@@ -135,7 +135,7 @@ class EvalSampler:
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
         """`batch_size` is the global one."""
         if num_samples == 0:
-            raise ValueError("the evaluation split is empty: no image to evaluate on")
+            raise ValueError("data: the split to evaluate on is empty; add images, or choose another split")
         self.indices = np.arange(rank, num_samples, world_size)
         self.batch_size = max(1, batch_size // world_size)
 

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from src.engine.data.dataset import IMAGE_SUFFIXES, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from src.engine.data.decode import decode
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
 # (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name. Hidden files do not match.
 KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
-Decode: TypeAlias = "Callable[[bytes, str], Tensor]"  # encoded image, name for messages -> uint8 [C, H, W]
 Member = tuple[int, int, int, str]  # of an image: number of its tar, bytes before it, its bytes, label
 LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
-def read_splits(root: Path, names: list[str], webdataset: bool, decode: Decode) -> tuple[list[TarSplit], list[str]]:
-    """Return the splits `names`, and the first split's classes: for webdataset the numbers up to its largest label."""
+def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
+    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to its largest label."""
     tars = [find_tars(root, name) for name in names]
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
@@ -41,20 +37,22 @@ def read_splits(root: Path, names: list[str], webdataset: bool, decode: Decode) 
     members = [_read_index(paths, webdataset) for paths in tars]
     labels = {label for *_, label in members[0]}
     classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
-    return [TarSplit(paths, index, classes, decode) for paths, index in zip(tars, members, strict=True)], classes
+    return [TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)], classes
 
 
 class TarSplit:
     """A split read from tar files by image index. Holds the position and label of each image."""
 
-    def __init__(self, tars: list[Path], members: list[Member], classes: list[str], decode: Decode) -> None:
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
-        self.tars, self._decode = tars, decode
+        self.tars = tars
         self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
         try:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
-            raise ValueError(f"{tars[0].parent}: the class {error} is in a split, but not in train") from None
+            raise ValueError(
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,7 +62,7 @@ class TarSplit:
         with open(path, "rb", buffering=0) as tar:
             tar.seek(offset)
             encoded = tar.read(int(self.size[index]))
-        return self._decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
+        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
 def find_tars(root: Path, split: str) -> list[Path]:
@@ -72,7 +70,9 @@ def find_tars(root: Path, split: str) -> list[Path]:
     if re.search(r"[*{]", split):
         matches = [path for name in _expand_braces(split) for path in sorted(root.glob(name)) or [root / name]]
         if missing := [path for path in matches if not path.is_file()]:
-            raise ValueError(f"data.root={root}: {missing[0].name} of {split} is not there")
+            raise ValueError(
+                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change the pattern"
+            )
         return matches
     for name in SYNONYMS.get(split, (split,)):
         for pattern in (f"{name}.tar", f"{name}/*.tar", f"*{name}*.tar"):
@@ -93,7 +93,7 @@ def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
                 labeled = _labeled_by_cls(path, archive) if webdataset else _labeled_by_folder(path, archive)
                 members += [(number, image.offset_data, image.size, label) for image, label in labeled]
         except (OSError, tarfile.TarError) as error:
-            raise ValueError(f"{path}: not readable as an uncompressed tar ({error})") from None
+            raise ValueError(f"{path}: not readable as an uncompressed tar ({error}); replace it") from None
     if not members:
         missing = "images with a .cls of the same name" if webdataset else "images"
         raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")

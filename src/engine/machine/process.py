@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +67,12 @@ def imports_without_gc() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_class(name: str) -> Any:
+    """Return the class with a dotted name, for example `src.models.cifar_resnet.CifarResNet18`."""
+    module, _, class_name = name.rpartition(".")
+    return getattr(import_module(module), class_name)
 
 
 def keep_freed_memory() -> None:

@@ -14,11 +14,11 @@ class Communication:
         """Start the time window that `seconds` averages over."""
 
     def seconds(self) -> tuple[float, float] | None:
-        """Return this rank's seconds per step: (all communication, the part that computing does not hide); None: unknown."""
+        """Return this rank's seconds per step: (communication, the part that does not overlap with computing); None: unknown."""
         return 0.0, 0.0
 
     def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
-        """Return bytes per step of `accumulate` batches: (all devices, the busiest link in its busier direction)."""
+        """Return bytes per step of `accumulate` batches: (over all links, over the busiest link in one direction)."""
         return 0, 0
 
     def timed_calls(self) -> list[tuple[nn.Module, str]]:

@@ -78,7 +78,7 @@ class DdpCommunication(Communication):
         return span / samples + buffers / steps, max(0.0, span - hidden) / samples + buffers / steps
 
     def _sums(self) -> torch.Tensor:
-        """Return sums since the run's start: steps, timed steps, their all-reduce seconds (all, hidden), seconds of buffers."""
+        """Return sums since the run's start: steps, timed steps, their all-reduce seconds, the hidden ones, seconds of buffers."""
         # All: from the first bucket's start to the last one's end. Hidden: until the last gradient was computed.
         # The reducer gives means over all samples, with the warm-up. Sums can be subtracted. A step is in them once the next
         # one starts.
@@ -112,3 +112,9 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
         return []
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return [trained[int(number)].removeprefix("model.model.") for number in match.group(1).split()]
+
+
+def has_only_batch_norm_buffers(model: nn.Module) -> bool:
+    """Return True if all buffers of `model` belong to BatchNorm. Training does not read them, so no step needs to send them."""
+    owners = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
+    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)

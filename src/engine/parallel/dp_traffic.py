@@ -1,11 +1,15 @@
-"""Bytes that DataParallel moves in a step: inputs and replicas out, outputs and gradients back."""
+"""Training steps under DataParallel, and the bytes that they move: inputs and replicas out, outputs and gradients back."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from src.engine.parallel.communication import Communication
+
+Metrics = dict[str, Tensor]
 
 
 class DpTraffic(Communication):
@@ -58,3 +62,41 @@ class DpTraffic(Communication):
 def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
     """Return the sizes of the chunks into which torch splits a batch; the last may be smaller."""
     return [len(chunk) for chunk in torch.arange(batch_size).chunk(replicas)]
+
+
+class StepOnOutputs(nn.Module):
+    """Training step that computes the loss of the whole batch on the output device: the usual form of DataParallel."""
+
+    def __init__(self, step: Any, traffic: DpTraffic) -> None:
+        super().__init__()
+        self.step, self.traffic = step, traffic
+        step.model.register_forward_hook(self._count)
+
+    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
+        self._targets = targets
+        loss, metrics = self.step(images, targets)
+        return loss.to(images.device), metrics
+
+    def _count(self, spread: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        self.traffic.count(inputs[0], self._targets, outputs)
+
+
+class StepInReplicas(nn.Module):
+    """Training step that computes the loss in each replica, and averages loss and metrics weighted by chunk size."""
+
+    def __init__(self, spread: nn.Module, traffic: DpTraffic, replicas: int) -> None:
+        super().__init__()
+        self.spread, self.traffic, self.replicas = spread, traffic, replicas
+        # By batch size. Cached, because creating them waits for the device.
+        self._weights: dict[int, Tensor] = {}
+
+    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
+        losses, metrics = self.spread(images, targets)
+        size = len(images)
+        if size not in self._weights:
+            shares = torch.tensor(chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device)
+            self._weights[size] = shares / size
+            self.traffic.count(images, targets, None)
+        weights = self._weights[size]
+        averaged = {name: torch.dot(values.view(-1), weights) for name, values in metrics.items()}
+        return torch.dot(losses.view(-1), weights).to(images.device), averaged

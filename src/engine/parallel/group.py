@@ -45,7 +45,7 @@ class ProcessGroup:
         return [value]
 
     def rows(self, own: Tensor) -> Tensor:
-        """Gather the tensor `own` of each rank, of equal shape, as one tensor [ranks, ...] on every rank."""
+        """Gather a tensor `own` of equal shape from each rank. Return [ranks, ...] on every rank."""
         return own[None]
 
     def share_state(self, state: Any) -> Any:
@@ -157,7 +157,7 @@ class BufferSync:
                 self._group.broadcast(buffer)
 
     def by_rank(self, model: nn.Module) -> Tensor | None:
-        """Gather all ranks' float buffers as a row per rank. Return None if evaluation does not average them. Collective."""
+        """Gather the float buffers of all ranks: [ranks, values]. Return None if evaluation does not average them. Collective."""
         buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if not self._averages or not buffers:
             return None

@@ -34,7 +34,7 @@ class Lockstep(nn.Module):
             getattr(module, "reshard", lambda: None)()
 
     def _announce(self, shape: tuple[int, ...]) -> Tensor:
-        """Gather the image shape of each rank's next batch, [ranks, 3]; zeros if it has none. Collective."""
+        """Gather the image shape of each rank's next batch: [ranks, 3], zeros for a rank without a next batch. Collective."""
         liveness.at(COUNTING)
         shapes = self._group.rows(torch.tensor(shape, device=self._device))
         liveness.at(EVALUATING)

@@ -41,7 +41,7 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 
 
 class OversubscriptionWatcher(threading.Thread):
-    """Thread that makes OpenMP sleep at barriers, by additional idle teams, while this process has to wait for cores."""
+    """Thread that starts idle OpenMP teams while this process waits for cores, which lets its threads sleep at barriers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The base class of strategies. A strategy spreads a single-device model over devices; the engine does all else."""
+"""The base class of strategies, which spread a single-device model over devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Strategy:
     note = ""
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
-        """`store`: where the ranks meet; None for one process."""
+        """`store`: key-value store through which the ranks find each other; None for one process."""
         self.config, self.kind = config, config.strategy
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":

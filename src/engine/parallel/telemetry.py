@@ -32,7 +32,7 @@ class Telemetry:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
     def sample(self) -> None:
-        """Read utilization and temperature once."""
+        """Record utilization and temperature of the GPUs of this process."""
         for gpu in self._gpus:
             gpu.sample()
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from src.engine.machine.files import write_text, write_whole
 from src.engine.parallel.strategy import Strategy
 from src.engine.record.result import read_result
-from src.engine.runtime.interfaces import TrainingState
+from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.optimizer_state import named_state, restore_named_state
 from src.engine.runtime.progress import Progress
 
@@ -162,7 +162,7 @@ def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]
     return loaded
 
 
-def snapshot(state: TrainingState, strategy: Strategy) -> dict[str, Any]:
+def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
     """Return the training state as unsharded tensors and plain values, for a checkpoint. Collective.
 
     If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get empty tensors.
@@ -189,7 +189,7 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
     return whole.cpu() if strategy.is_first else torch.empty(0)
 
 
-def restore(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) -> None:
+def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
     """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters keep the config's values."""
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
@@ -203,7 +203,7 @@ def restore(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) 
         state.scaler.load_state_dict(contents["scaler"])
 
 
-def restore_weights(state: TrainingState, strategy: Strategy, contents: dict[str, Any]) -> None:
+def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
     """Load the weights and, with model.ema.decay, their moving average; without one in the checkpoint, load the weights."""
     for name, module in state.modules.items():
         which = "model" if contents[name] is None else name

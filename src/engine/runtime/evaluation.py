@@ -43,7 +43,6 @@ def evaluate(
     image_losses: ImageLosses,
     group: ProcessGroup,
     *,
-    num_classes: int,
     should_stop: Callable[[], bool] | None = None,
     batches: Any = None,
     keep_rows: bool = False,
@@ -51,11 +50,11 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal buffers. Collective.
 
-    Only the first `num_classes` outputs of the model count as scores: its head may have more. `batches`: iterates over
+    A model may have more outputs than the data has classes: only the first ones count as scores. `batches`: iterates over
     the loader, for example with a progress bar. Returns None on all ranks if `should_stop` returned True on any rank.
     """
     model.eval()
-    device = loader.prefetcher.device
+    device, num_classes = loader.prefetcher.device, loader.fetcher.num_classes
     used = {name: metric for name, metric in metrics.items() if num_classes >= metric.min_classes}
     no_scores = torch.empty(0, num_classes, device=device)
     no_labels = no_scores if multilabel else no_scores[:, 0].long()

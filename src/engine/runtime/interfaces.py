@@ -1,9 +1,10 @@
-"""Interfaces between the engine and your code: attributes of the objects that src/train/ builds and the engine uses."""
+"""Objects that src/train/ builds and the engine uses: the training state, and the parts of a run on one rank."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +18,23 @@ from src.engine.runtime.step_hooks import StepHooks
 from src.schema import ResolvedConfig
 
 
-class TrainingState(Protocol):
-    """Model, optimizer, EMA and progress: what a training step changes and a checkpoint stores."""
+@dataclass
+class TrainState:
+    """Model, optimizer, schedule, EMA and progress: all that a training step changes. A checkpoint stores it."""
 
-    model: nn.Module  # bare
-    wrapped: nn.Module
+    model: nn.Module  # without the wrapper of the strategy
+    wrapped: nn.Module  # (images, targets) -> (mean loss, metrics)
     optimizer: torch.optim.Optimizer
-    schedule: Any  # has step_update(step)
+    schedule: Any  # timm's Scheduler; has step_update(step)
     scaler: torch.amp.GradScaler | None
-    ema: Any  # None, or has a `module`
-    progress: Progress
+    ema: Any  # None, or timm's ModelEmaV3: has a `module` and update(model, step)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Return name -> module of each set of weights in a checkpoint: `model` and, with EMA, `ema`."""
+        """The unwrapped model and, with model.ema, the averaged model, by their names in a checkpoint."""
+        modules = {"model": self.model}
+        return modules if self.ema is None else modules | {"ema": self.ema.module}
 
 
 class BuiltRun:
@@ -39,7 +43,7 @@ class BuiltRun:
     config: ResolvedConfig
     strategy: Strategy
     communication: Communication
-    state: TrainingState
+    state: TrainState
     hooks: StepHooks
     train: TrainLoader
     evaluation: dict[str, Loader]  # by split

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from src.engine.metric import Metric
+from src.schema import TrainConfig
 
 
 @dataclass
@@ -94,3 +96,9 @@ class Progress:
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
+
+
+def count_steps(train: TrainConfig, batches_per_epoch: int) -> tuple[int, int]:
+    """Return the optimizer steps per epoch and in total."""
+    per_epoch = batches_per_epoch // train.accumulate
+    return per_epoch, min(train.epochs * per_epoch, train.max_steps or sys.maxsize)

@@ -22,10 +22,29 @@ from src.engine.parallel.communication import Communication
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.meter import Meter
 from src.engine.runtime.step_hooks import StepHooks
+from src.schema import ResolvedConfig
 
 PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}  # of phases
 FOLDER = "profile"  # of the run folder
 OPERATIONS_IN_TABLE = 50
+
+
+def build_hooks(
+    config: ResolvedConfig, strategy: Strategy, communication: Communication, total_steps: int
+) -> StepHooks:
+    """Build the step hooks of a training run of `total_steps` steps. With train.profile_steps they also profile steps."""
+    untimed, recorded = config.train.untimed_steps, config.train.profile_steps
+    meter = Meter(
+        config.global_batch * config.train.accumulate,
+        total_steps,
+        None if strategy.device.type == "cpu" else torch.Event(strategy.device),
+        start_measuring=communication.start_measuring,
+        untimed=untimed,
+        energy=strategy.telemetry.energy,
+    )
+    if untimed is None or recorded is None:
+        return StepHooks(meter, strategy.group.stop)
+    return ProfiledStepHooks(meter, strategy, communication, untimed, recorded)
 
 
 class ProfiledStepHooks(StepHooks):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from src.engine.machine import process
 from src.engine.machine.files import write_text
+from src.engine.machine.process import import_class
 from src.engine.machine.secrets import mask
 from src.schema import ResolvedConfig
 
@@ -77,9 +77,8 @@ class Channel:
         self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        module, _, class_name = path.rpartition(".")
         try:
-            self.tracker = getattr(import_module(module), class_name)(config, folder, resume_step)
+            self.tracker = import_class(path)(config, folder, resume_step)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
         self._thread.start()

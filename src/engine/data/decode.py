@@ -1,4 +1,4 @@
-"""Decode image files to tensors."""
+"""Decode image files to tensors, and read a split of image files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
+from src.engine.data.dataset import Sample
+from src.engine.data.fractions import Listing
 from src.engine.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        log.warning("torchcodec cannot be loaded, so PIL decodes JPEG files, more slowly (%s)", reason)
+        log.warning("PIL decodes JPEG files, slowly: no torchcodec for this torch is installed (%s)", reason)
         return None
     return decode_jpeg  # type: ignore[return-value]
 
@@ -67,8 +70,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Tensor:
 
 def from_pil(image: Any, mode: str = "RGB") -> Tensor:
     """Convert a PIL image to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says."""
-    array = np.array(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
-    return torch.from_numpy(array).view(*array.shape[:2], -1).permute(2, 0, 1)
+    return pil_to_tensor(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
 
 
 def _eight_bit(image: Any) -> Any:
@@ -81,3 +83,24 @@ def _eight_bit(image: Any) -> Any:
         scale = 255 if values.max(initial=0) <= 1 else 1
         return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
     return image
+
+
+class Files:
+    """A split of image files, each decoded when it is read."""
+
+    def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
+        """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
+        self.files, self.mode = files, mode
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, label = self.files[index]
+        return decode_file(path, self.mode), label
+
+
+def files_of(listing: Listing) -> tuple[Any, Any, Any]:
+    """Return the train, val and test splits of a listing as Files; None for a missing split."""
+    splits = {name: Files(files) for name, files in listing.items()}
+    return splits.get("train"), splits.get("val"), splits.get("test")

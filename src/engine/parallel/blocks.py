@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from timm.models import group_parameters
 from torch import nn
 
-# A step calls their items, and not always them.
+# A step calls the items of these modules, and does not always call the modules themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Returns the number of the group of each parameter, by name, for a model that defines such groups; {} for any other model.
+GroupsOf = Callable[[nn.Module], dict[str, int]]
 
 
-def blocks_of(model: Any) -> list[nn.Module]:
-    """Return the blocks of `model`. What is in no block, such as the head, is gathered at once for the whole step.
+def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
+    """Return the blocks of `model`. A layer outside of all blocks, such as the head, is gathered for the whole step.
 
     A model of your own may name its blocks with a method `shard_blocks()`. Otherwise a block is a module whose parameters
-    are in one of timm's groups (`group_matcher`) and whose class occurs twice, or without groups, any child with children,
-    also inside of containers.
+    are in one group and whose class occurs twice, or without groups, any child with children, also inside of containers.
     """
     if hasattr(model, "shard_blocks"):
         return list(model.shard_blocks())
-    group_of: dict[str, int] = {}
-    if hasattr(model, "group_matcher"):
-        groups = group_parameters(model, model.group_matcher(coarse=False))
-        group_of = {name: number for number, names in groups.items() for name in names}
+    group_of = groups_of(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    blocks = [block for block in _blocks_in(model, "", group_of) if not _shares_parameters(block, uses)]
+    candidates = _blocks_in(model, "", group_of, groups_of)
+    blocks = [block for block in candidates if not _shares_parameters(block, uses)]
     if not group_of:
         return blocks
     # Without stems: one returns a view, and a model may add a position to it in place, which FSDP2 does not allow.
@@ -35,17 +33,17 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return [block for block in blocks if classes[type(block)] > 1]
 
 
-def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iterator[nn.Module]:
+def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int], groups_of: GroupsOf) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         path = f"{prefix}{name}."
         groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
         # A single layer is too small to be gathered alone.
         if not groups or next(child.children(), None) is None:
             continue
-        if hasattr(child, "group_matcher"):
-            yield from blocks_of(child)
+        if groups_of(child):
+            yield from blocks_of(child, groups_of)
         elif len(groups) > 1 or isinstance(child, CONTAINERS):
-            yield from _blocks_in(child, path, group_of)
+            yield from _blocks_in(child, path, group_of, groups_of)
         else:
             yield child
 

@@ -1,0 +1,77 @@
+"""Checks before training: the hub of pretrained weights is reachable, torch can compile, the model accepts the images."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import getproxies
+
+import torch
+from huggingface_hub import constants
+from torch import Tensor, nn
+
+from src.engine.machine.text import yaml_text
+
+
+def skip_unreachable_hub() -> None:
+    """Set the Hugging Face client offline if the hub's host name does not resolve, because it would retry for 46 s."""
+    # A proxy resolves names itself.
+    if any(getproxies().get(scheme) for scheme in ("http", "https", "all")):
+        return
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
+    """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is compiled in the first step.
+
+    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError on a CPU without a C++
+    compiler, because that step would fail with a long traceback.
+    """
+    if not mode:
+        return model
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise ValueError(
+                f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); install g++, or set it to false"
+            ) from None
+    compiled: Any = torch.compile(model, mode=None if mode is True else mode)
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def check_image_size(
+    model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device
+) -> None:
+    """Run `model` on one black image of `input_size` (channels, height, width).
+
+    Raises ValueError if the model does not accept the size, or does not return a score for each class.
+    """
+    image = torch.zeros(1, *input_size, device=device)
+    height, width = image.shape[-2:]
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(image)
+    # A subclass of RuntimeError, but not about the image size.
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"data.image_size={height}: the model does not accept images of {height}x{width} ({reason})"
+        ) from None
+    finally:
+        model.train(was_training)
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
+        shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"model.name: {type(model).__name__} must return a score per class, [1, {num_classes}] for one image, not {shape}"
+        )
