@@ -99,10 +99,7 @@ def recommend(group: Group) -> Recommendation:
 
 
 def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
-    """Return the contrast of the fastest configuration, `point`, with strategy single, and a sentence for the report.
-
-    If `point` is strategy single, the contrast is that of the best other configuration. It is None if there is none.
-    """
+    """Return the contrast between strategy single and `point`, or its best rival if `point` is single, and a sentence."""
     assert point.speed is not None
     if point is group.single:
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
@@ -127,10 +124,7 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
 
 
 def _second_device(group: Group, point: MeasuredPoint) -> str:
-    """Return a sentence on the gain from a second device.
-
-    It is empty if `point` has two devices, or if no configuration with two devices was compared with strategy single.
-    """
+    """Return a sentence on the gain from a second device. It is empty if `point` has two, or if the gain is unknown."""
     pairs = [(p, c) for p in group.points if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None]
     if point.devices == 2 or not pairs:
         return ""

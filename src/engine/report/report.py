@@ -42,8 +42,6 @@ Drawn = dict[Group | SettingGroup, list[plots.Plot]]
 
 @dataclass(frozen=True)
 class Report:
-    """Runs of a report, and all results of comparing them."""
-
     sweeps: list[Jobs]
     runs: list[RunRecord]
     counts: str  # e.g. `7 of 9 jobs done, 1 skipped, 1 running`

@@ -48,7 +48,8 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
         add("curves", _paint_curves, curves)
     table = pd.DataFrame([{**s.settings, "mean": s.mean * factor} for s in group.settings])
     keys = group.keys
-    if len(keys) == 1 and len(table) > 2 and (numbers := _numbers(table[keys[0]])):
+    numbers = pd.to_numeric(table[keys[0]], errors="coerce").astype(float) if len(keys) == 1 else pd.Series(dtype=float)
+    if len(numbers) > 2 and numbers.abs().lt(math.inf).all():
         line = runs.assign(x=runs["setting"].map(dict(zip((s.label for s in group.settings), numbers, strict=True))))
         add("key", _paint_line, line, key=keys[0])
     elif len(keys) == 2 and all(table[key].nunique() > 1 for key in keys) and len(table) <= MOST_CELLS:
@@ -60,14 +61,6 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
     if len(speeds) > 1 and not group.is_about_speed:
         add("tradeoff", _paint_tradeoff, speeds)
     return plots
-
-
-def _numbers(values: pd.Series[str]) -> list[float] | None:
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return None
-    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def _paint_values(axes: Axes, frame: pd.DataFrame, name: str) -> None:
