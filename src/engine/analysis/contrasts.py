@@ -43,7 +43,7 @@ def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
 
 
 def pairs(group: Group, measure: str) -> list[tuple[str, str]]:
-    """Return the pairs of configurations to compare: ddp with dp on as many devices; for speed, all with strategy single."""
+    """Return the pairs of configurations to compare: ddp and dp on equally many devices; for speed, also each with single."""
     # Each additional pair would widen all confidence intervals.
     labels = []
     for a in group.points:
@@ -71,6 +71,7 @@ def with_contrasts(groups: Sequence[Group], smallest_difference: float = SMALLES
 
 
 def recommend(group: Group) -> Recommendation:
+    """Recommend the fastest configuration of a group, or a simpler one that is not relevantly slower."""
     if group.disturbed:
         return Recommendation(group, disturbed_sentence(group.runs))
     # Points are sorted by strategy. The sort, which is stable, puts fewer devices first and keeps single, dp, ddp.
@@ -98,7 +99,7 @@ def recommend(group: Group) -> Recommendation:
 
 
 def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
-    """Return the ratio of the fastest configuration to strategy single, None if unknown, and a sentence for the report."""
+    """Return the contrast between strategy single and `point`, or its best rival if `point` is single, and a sentence."""
     assert point.speed is not None
     if point is group.single:
         against = [c for p in group.points if (c := group.over_single(p)) and c.ratio is not None]
@@ -123,7 +124,7 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
 
 
 def _second_device(group: Group, point: MeasuredPoint) -> str:
-    """Return a sentence on the gain from a second device; empty if `point` has two, or if no two were compared with one."""
+    """Return a sentence on the gain from a second device. It is empty if `point` has two, or if the gain is unknown."""
     pairs = [(p, c) for p in group.points if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None]
     if point.devices == 2 or not pairs:
         return ""

@@ -17,7 +17,7 @@ from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summar
 from src.engine.analysis.wording import describe_settings, model_name, percent
 
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
-SLOW_RANK = 1.1  # the report warns of a rank that takes this many times the median rank's time
+SLOW_RANK = 1.1  # the report warns of a rank that takes this many times as long as the median rank
 # Settings by which the configurations of one group differ on purpose, and fields of the group.
 _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
@@ -56,16 +56,6 @@ class MeasuredPoint(Configuration):
     @property
     def flagged(self) -> int:
         return sum(bool(run.flags) for run in self.repeats)
-
-    @property
-    def stragglers(self) -> list[str]:
-        """Warnings about slow ranks: data and computing take at least SLOW_RANK times as long as on the median rank."""
-        return [
-            f"{self.label}: {rank} needs {percent(share.median - 1)} longer for its part of a step "
-            "(data and computing) than the median rank."
-            for rank, share in summarize_columns(run.rank_shares for run in self.runs).items()
-            if share.median >= SLOW_RANK
-        ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +110,7 @@ class Group:
 
     @property
     def disturbed(self) -> bool:
-        """True if most runs were flagged as disturbed. The report then gives no verdict."""
+        """True if most runs were disturbed, see RunRecord.flags. The report then gives no verdict."""
         return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
 
     @property
@@ -158,11 +148,17 @@ class Group:
 
     @property
     def warnings(self) -> list[str]:
+        """Warnings about several hosts and about slow ranks, a sentence each."""
         warnings = []
         hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
         if len(hosts) > 1:
             warnings.append(f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate block.")
-        return warnings + [line for point in self.points for line in point.stragglers]
+        for point in self.points:
+            for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
+                if share.median >= SLOW_RANK:
+                    longer = f"{percent(share.median - 1)} longer for its part of a step (data and computing)"
+                    warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
+        return warnings
 
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:

@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def hardware(self) -> str:
-        """Devices, processor, driver, torch and CUDA as text. Two runs are compared only if it is equal."""
+        """Devices, processor, driver, torch and CUDA as text. Speeds are compared only between runs with equal text."""
         has = self.environment.get
         processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
         torch = f"torch {has('libraries.torch') or '—'}"

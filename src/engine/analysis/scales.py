@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Transformation of a measure, such as a logarithm. `level`: transformed value of b; `shift`: transformed a minus b."""
+    """Transformation of a measure, such as a logarithm. `level`: transformed value; `shift`: difference of two of them."""
 
     name: str
     to: Callable[[float], float]  # NaN for a value outside the domain

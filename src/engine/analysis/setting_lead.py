@@ -54,7 +54,7 @@ def _only_setting(group: SettingGroup) -> Recommendation:
 
 
 def _best_mean(group: SettingGroup, highest: Setting, value: float | None) -> str:
-    """Return a sentence on the setting with the best mean, if no setting is shown to be better than the baseline."""
+    """Return sentences on the setting with the best mean. Used if no setting is shown to be better than the baseline."""
     if highest is group.baseline:
         return f"It has the best mean {group.metric} itself. {_correction(group, highest, value)}"
     contrast = group.contrast(highest)

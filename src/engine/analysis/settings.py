@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean, stdev
 
 from src.engine.analysis.configurations import NOT_A_SETTING, Configuration, varied
 from src.engine.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
@@ -36,17 +37,16 @@ class Setting(Configuration):
         for run in self.repeats:
             if run.metric_value is not None:
                 blocks[tuple(run.config.get(key) for key in BLOCKS)].append(run.metric_value)
-        return {block: sum(values) / len(values) for block, values in blocks.items()}
+        return {block: fmean(values) for block, values in blocks.items()}
 
     @property
     def mean(self) -> float:
-        return sum(self.values.values()) / len(self.values)
+        return fmean(self.values.values())
 
     @property
     def deviation(self) -> float | None:
         """Standard deviation of `values`; None for a single value."""
-        n = len(self.values)
-        return math.sqrt(sum((v - self.mean) ** 2 for v in self.values.values()) / (n - 1)) if n > 1 else None
+        return stdev(self.values.values()) if len(self.values) > 1 else None
 
 
 # Compared by identity.
@@ -145,7 +145,7 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
-    """Return the configurations in the order of the sweep, labeled by their swept overrides or config keys."""
+    """Return the configurations in the order of the sweep. The labels are the swept overrides or config keys."""
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         if run.block is not None:
@@ -169,19 +169,15 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
-    kept = [key for key in texts[0] if len({text[key] for text in texts}) > 1]
-    return [{key: text[key] for key in kept} for text in _rounded(texts, kept)]
-
-
-def _rounded(texts: list[dict[str, str]], keys: Sequence[str]) -> list[dict[str, str]]:
-    """Round the long numbers that a search draws to 4 digits, for the eye, if the values of the key stay distinct."""
-    rounded = [dict(text) for text in texts]
-    for key in keys:
+    """Return each configuration's values of the keys that differ. Rounds long numbers of a search if they stay distinct."""
+    kept: list[dict[str, str]] = [{} for _ in texts]
+    for key in texts[0]:
         short = {text[key]: _round(text[key]) for text in texts}
-        if len(set(short.values())) == len(short):
-            for text in rounded:
-                text[key] = short[text[key]]
-    return rounded
+        is_distinct = len(set(short.values())) == len(short)
+        if len(short) > 1:
+            for values, text in zip(kept, texts, strict=True):
+                values[key] = short[text[key]] if is_distinct else text[key]
+    return kept
 
 
 def _round(text: str) -> str:
@@ -193,7 +189,7 @@ def _default(run: RunRecord, key: str) -> str:
 
 
 def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
-    """Return a key that sorts jobs as the command lists them: the number in the folder's name, not the shuffled order."""
+    """Return a key that sorts jobs in the order of the command, which the number in the folder's name gives."""
     number = re.match(r"\d+", run.folder.name)
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
 

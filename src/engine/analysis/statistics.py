@@ -34,7 +34,7 @@ Row = tuple[str, object, float]  # label of a configuration, block, measured val
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). None if no repeat ran both."""
+    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). The difference is None if unknown."""
 
     a: str
     b: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping
 
 from src.engine.analysis.recommendation import Recommendation, command, disturbed_sentence
+from src.engine.analysis.runs import parse_overrides
 from src.engine.analysis.settings import Setting, SettingGroup
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, decide, estimate
 from src.engine.analysis.wording import figure, interval_text, percent, times
@@ -29,21 +29,19 @@ def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float
     """
     ranked = sorted(gains, key=lambda setting: -gains[setting])
     kept: list[tuple[str, ...]] = []
+    taken: set[str] = set()
     for setting in ranked:
-        taken = {key for other in kept for key in _keys(other)}
-        if gains[setting] >= 1 + smallest_difference and not taken & _keys(setting):
+        keys = parse_overrides(setting).keys()
+        if gains[setting] >= 1 + smallest_difference and not taken & keys:
             kept.append(setting)
-    harmless = [setting for setting in kept if not CHANGES_TRAINING.keys() & _keys(setting)]
+            taken |= keys
+    harmless = [setting for setting in kept if not CHANGES_TRAINING.keys() & parse_overrides(setting).keys()]
     chosen = {
         tuple(override for setting in settings for override in setting)
         for settings in (ranked[:1], harmless, kept)
         if settings
     }
     return sorted(chosen, key=lambda overrides: (len(overrides), overrides))
-
-
-def _keys(overrides: Sequence[str]) -> set[str]:
-    return {override.lstrip("+").partition("=")[0] for override in overrides}
 
 
 def recommend_fastest(group: SettingGroup) -> Recommendation:
@@ -115,12 +113,12 @@ def _changes(setting: Setting, baseline: Setting) -> str:
 
 
 def _start_seconds(setting: Setting) -> str:
-    seconds = [value for run in setting.runs if (value := run.measure("first_step_seconds")) is not None]
-    return figure(median(seconds)) if seconds else "an unknown number of"
+    seconds = setting.measure("first_step_seconds")
+    return figure(seconds.median) if seconds else "an unknown number of"
 
 
 def _without_changes(group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]) -> list[str]:
-    """Return a sentence on the fastest setting that changes only speed and memory, if `winner` changes more."""
+    """Return a sentence on the fastest setting that changes only speed and memory; [] if it is `winner` or unknown."""
 
     def only_speed(setting: Setting) -> bool:
         return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()

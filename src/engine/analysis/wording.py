@@ -67,7 +67,7 @@ def value_text(scale: Scale, value: float | None) -> str:
 
 
 def difference_text(contrast: Contrast) -> str:
-    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`; a higher loss is worse."""
+    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`."""
     assert contrast.effect is not None
     sign = 1 if contrast.effect > 0 else -1
     text = f"{size_text(contrast.scale, abs(contrast.effect))} {'higher' if sign > 0 else 'lower'}"

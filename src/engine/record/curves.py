@@ -51,7 +51,7 @@ def _size(run: Path) -> dict[str, Any]:
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Read {step: value} for each metric in a run's metrics.jsonl, except metrics of time and memory."""
+    """Read {step: value} of each metric from a run's metrics.jsonl. Omits metrics of time and memory."""
     if not (run / "metrics.jsonl").is_file():
         raise ValueError(f"{run}: has no metrics.jsonl; expected a run folder")
     by_name: dict[str, Curve] = defaultdict(dict)

@@ -204,7 +204,7 @@ def ddp_spans_machines(e: Evidence) -> ClaimResult:
     return ClaimResult(verdict, join_short(texts), reasons[verdict], (*ddp, *dp, *refused))
 
 
-def each_has_its_stage(e: Evidence) -> ClaimResult:
+def stages_differ(e: Evidence) -> ClaimResult:
     faster = ClaimResult(NOT_MEASURABLE) if e.on_cpu else ddp_is_faster(e)
     parts = {11: dp_starts_sooner(e), 1: faster, 14: ddp_spans_machines(e)}
     verdicts = [result.verdict for result in parts.values()]
@@ -254,12 +254,7 @@ _CLAIMS = (
     (10, "DP needs at least one image per device; its chunks can be unequal", dp_needs_a_batch, ""),
     (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner, ""),
     (14, "DDP runs on several machines; DP cannot", ddp_spans_machines, ""),
-    (
-        15,
-        "One strategy per stage: DP to try an idea, DDP to train, several nodes in production",
-        each_has_its_stage,
-        "",
-    ),
+    (15, "One strategy per stage: DP to try an idea, DDP to train, several nodes in production", stages_differ, ""),
     (16, "Devices idle under DP", devices_idle_under_dp, _NVIDIA_ONLY),
     (18, "FSDP needs less memory per device than DDP", fsdp_needs_less_memory, _ONE_MEMORY),
 )

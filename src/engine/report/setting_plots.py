@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,40 +34,33 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
         columns=["setting", "block", "value"],
     )
     plots = []
+
+    def add(plot: str, paint: Callable[..., None], frame: pd.DataFrame, **options: str) -> None:
+        plots.append(Plot(plot, svg(partial(paint, name=name, **options), frame, f"{group.title}{plot}"), frame))
+
     if len(group.settings) > 1:
         picked = runs[runs["setting"].isin([setting.label for setting in shown])]
         height = 1.2 + 0.24 * len(shown)
-        plots.append(
-            Plot("values", svg(partial(_paint_values, name=name), picked, f"{group.title}values", height), runs)
-        )
+        drawn = svg(partial(_paint_values, name=name), picked, f"{group.title}values", height)
+        plots.append(Plot("values", drawn, runs))
     curves = _curves(group.best(MOST_LINES), group.metric, factor)
     if len(curves) > curves["setting"].nunique():
-        plots.append(Plot("curves", svg(partial(_paint_curves, name=name), curves, f"{group.title}curves"), curves))
+        add("curves", _paint_curves, curves)
     table = pd.DataFrame([{**s.settings, "mean": s.mean * factor} for s in group.settings])
     keys = group.keys
-    if len(keys) == 1 and len(table) > 2 and (numbers := _numbers(table[keys[0]])):
+    numbers = pd.to_numeric(table[keys[0]], errors="coerce").astype(float) if len(keys) == 1 else pd.Series(dtype=float)
+    if len(numbers) > 2 and numbers.abs().lt(math.inf).all():
         line = runs.assign(x=runs["setting"].map(dict(zip((s.label for s in group.settings), numbers, strict=True))))
-        paint = partial(_paint_line, name=name, key=keys[0])
-        plots.append(Plot("key", svg(paint, line, f"{group.title}key"), line))
+        add("key", _paint_line, line, key=keys[0])
     elif len(keys) == 2 and all(table[key].nunique() > 1 for key in keys) and len(table) <= MOST_CELLS:
-        plots.append(Plot("keys", svg(partial(_paint_heat, name=name), table, f"{group.title}keys"), table))
+        add("keys", _paint_heat, table)
     speeds = pd.DataFrame(
         [[s.label, s.speed.median, s.mean * factor] for s in shown if s.speed],
         columns=["setting", "images_per_sec", "mean"],
     )
     if len(speeds) > 1 and not group.is_about_speed:
-        plots.append(
-            Plot("tradeoff", svg(partial(_paint_tradeoff, name=name), speeds, f"{group.title}tradeoff"), speeds)
-        )
+        add("tradeoff", _paint_tradeoff, speeds)
     return plots
-
-
-def _numbers(values: pd.Series[str]) -> list[float] | None:
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return None
-    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def _paint_values(axes: Axes, frame: pd.DataFrame, name: str) -> None:

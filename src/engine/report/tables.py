@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
 
 from src.engine.analysis.configurations import values
 from src.engine.analysis.groups import Group, MeasuredPoint
@@ -21,6 +20,8 @@ OUTLIER = 0.75  # a run below this share of its configuration's median speed is 
 MOST_DEVICES = 8
 MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
 LONGEST_REASON = 240  # characters
+# Columns that say nothing about GPUs if the devices are threads on CPU.
+_OF_GPUS = ("images/s", "over single (95 %)", "ms per step", "p95", "exposed comm., ms", "J per image")
 _OF_ONE_RUN = ("format", "time", "command", "topology")  # keys of an environment record
 
 
@@ -54,24 +55,24 @@ def points_table(group: Group) -> Table:
 
 def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     efficiency, steps = group.efficiency(point), point.measure("steps_timed")
-    hidden = point.is_simulated
     marks = {" *": point.is_simulated, " †": point.needless_threads, " ‡": not group.same_threads(point)}
     flagged = f", {point.flagged} flagged" if point.flagged else ""
-    return {
+    row = {
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
         "runs": f"{len(point.repeats)}{flagged}",
-        "images/s": _summary(point.speed, hidden),
-        "over single (95 %)": NOT_HERE if hidden else effect_text(group.over_single(point)),
+        "images/s": _summary(point.speed),
+        "over single (95 %)": effect_text(group.over_single(point)),
         "efficiency": figure(efficiency) if efficiency else DASH,
-        "ms per step": _summary(point.measure("step_ms"), hidden),
-        "p95": _median(point.measure("step_ms_p95"), hidden),
+        "ms per step": _summary(point.measure("step_ms")),
+        "p95": _median(point.measure("step_ms_p95")),
         "steps timed": f"{steps.median:,.0f}" if steps else DASH,
         "data wait, %": _median(point.measure("data_wait"), factor=100),
-        "exposed comm., ms": _median(point.measure("exposed_ms"), hidden),
+        "exposed comm., ms": _median(point.measure("exposed_ms")),
         "CPU s per s": _median(point.measure("cpu_seconds")),
-        "J per image": _median(point.measure("joules_per_image"), hidden),
+        "J per image": _median(point.measure("joules_per_image")),
         "to first step, s": _summary(point.measure("first_step_seconds")),
     }
+    return row | dict.fromkeys(_OF_GPUS, NOT_HERE) if point.is_simulated else row
 
 
 def contrasts_table(group: Group) -> Table:
@@ -117,16 +118,15 @@ def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
         known = [value for value in seen if value not in (None, "", [], {})]
         if known and key not in _OF_ONE_RUN:
             environment[key] = known
-    return [
-        _settings_table("What varied", {key: seen for key, seen in config.items() if len(seen) > 1}),
-        _settings_table("What all points share", {key: seen for key, seen in config.items() if len(seen) == 1}),
-        _settings_table("Hardware and versions", environment),
-    ]
-
-
-def _settings_table(caption: str, settings: Mapping[str, list[Any]]) -> Table:
-    rows = [{"key": key, "values": join_short(map(yaml_text, seen), 12)} for key, seen in sorted(settings.items())]
-    return Table(rows, caption, text_columns=["key", "values"])
+    tables = []
+    for caption, settings in (
+        ("What varied", {key: seen for key, seen in config.items() if len(seen) > 1}),
+        ("What all points share", {key: seen for key, seen in config.items() if len(seen) == 1}),
+        ("Hardware and versions", environment),
+    ):
+        rows = [{"key": key, "values": join_short(map(yaml_text, seen), 12)} for key, seen in sorted(settings.items())]
+        tables.append(Table(rows, caption, text_columns=["key", "values"]))
+    return tables
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
@@ -160,27 +160,20 @@ def _notes(group: Group) -> list[str]:
     speeds = group.speeds
     outliers = speeds[speeds["relative"] < OUTLIER]
     slow = [f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s." for run in outliers.itertuples()]
-    notes += _named("Outlier, kept", slow)
+    notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
+    if len(slow) > MOST_NAMED:
+        notes.append(f"Outlier, kept: {len(slow) - MOST_NAMED} more, in report.csv.")
     for _, baseline in speeds[speeds["block"].isna()].groupby("sweep")["images_per_sec"]:
         notes.append(f"The baseline, first and last: {' and '.join(map(figure, baseline))} images/s.")
     return notes
 
 
-def _named(title: str, lines: list[str]) -> list[str]:
-    rest = [f"{len(lines) - MOST_NAMED} more, in report.csv."] if len(lines) > MOST_NAMED else []
-    return [f"{title}: {line}" for line in lines[:MOST_NAMED] + rest]
-
-
-def _summary(summary: Summary | None, hidden: bool = False) -> str:
-    if hidden:
-        return NOT_HERE
+def _summary(summary: Summary | None) -> str:
     return with_range(summary) if summary else DASH
 
 
-def _median(summary: Summary | None, hidden: bool = False, factor: float = 1) -> str:
+def _median(summary: Summary | None, factor: float = 1) -> str:
     """Format the median without its range, for a table of many columns. report.json has the range."""
-    if hidden:
-        return NOT_HERE
     return figure(summary.median * factor) if summary else DASH
 
 

@@ -69,7 +69,7 @@ class Tracker:
 
 
 class Channel:
-    """Bounded queue of method calls on one tracker, made by a daemon thread. The first error disables the tracker."""
+    """Bounded queue of calls on one tracker. A daemon thread makes the calls; the first error disables the tracker."""
 
     def __init__(self, name: str, path: str, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         """Create the tracker of class `path`, such as `src.engine.trackers.wandb.Wandb`, and start the thread."""
