@@ -46,7 +46,7 @@ def host_name() -> str:
 
 
 def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
-    """Compare the values in each (name, values) with those of the first. Return a text on the first difference, else ""."""
+    """Describe the first value in which an entry (name, values) differs from entry 0. Return "" if all are equal."""
     for name, values in described[1:]:
         first_name, first = described[0]
         for key in [*first, *values]:

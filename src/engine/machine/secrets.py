@@ -68,7 +68,7 @@ def hide(text: str) -> str:
 
 
 def hide_in(tree: Any, key: str = "") -> Any:
-    """Apply `hide` to all strings and keys in dicts and lists, and replace the values of secret keys by `***`."""
+    """Replace secrets in all strings and keys of nested dicts and lists, and the values of secret keys by `***`."""
     if isinstance(tree, dict):
         return {hide_in(name): hide_in(value, str(name)) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -78,12 +78,12 @@ def hide_in(tree: Any, key: str = "") -> Any:
 
 
 def mask(text: str) -> str:
-    """Apply `hide` to a message, and mask the values after a key such as `token`, and passwords in URLs."""
+    """Replace secrets in a message: values of secret variables or after a key such as `token`, passwords in URLs."""
     return IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
 
 
 def mask_code(text: str) -> str:
-    """Apply `hide` to lines of code, and mask the rest of a line after a key such as token, and passwords in URLs."""
+    """Replace secrets in code: values of secret variables, a line after a key such as `token`, passwords in URLs."""
     return IN_CODE.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))
 
 

@@ -66,7 +66,7 @@ def start_tuning(command: Command, points: list[Point]) -> int:
 
 
 def is_tuning(folder: Path) -> bool:
-    """Return True if `folder` is the folder of a tuning."""
+    """Return True if a command with `sweep.tune` created this sweep folder."""
     return (folder / FROZEN).is_file()
 
 
