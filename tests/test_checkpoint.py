@@ -98,7 +98,9 @@ def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Conte
     plain.load_state_dict(contents["model"])
 
 
-def test_checkpoint_with_obsolete_progress_entry_loads(single: RunParts, contents: Contents, tmp_path: Path) -> None:
+def test_restore_ignores_an_obsolete_entry_in_the_saved_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
     """Versions with train.on_nonfinite=skip saved the number of skipped steps."""
     path = save(tmp_path, {**contents, "progress": {**contents["progress"], "skipped": 2}}, 7)
     other = run_of("parallel=single", "seed=8").state
@@ -106,7 +108,9 @@ def test_checkpoint_with_obsolete_progress_entry_loads(single: RunParts, content
     assert other.progress.step == 7
 
 
-def test_restore_reproduces_saved_state(single: RunParts, contents: Contents, tmp_path: Path) -> None:
+def test_restore_reproduces_saved_model_ema_optimizer_and_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
     path = save(tmp_path, contents, 7)
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, checkpoint.load(path))
@@ -130,7 +134,9 @@ def test_restore_starts_ema_from_model_weights_when_checkpoint_lacks_ema(single:
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_json_sidecar_summarizes_checkpoint(contents: Contents, tmp_path: Path) -> None:
+def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
+    contents: Contents, tmp_path: Path
+) -> None:
     sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
     parameters = sum(tensor.numel() for tensor in contents["model"].values())
     expected = {"step": 7, "best": {"acc": 0.25}, "classes": 10, "parameters": parameters, "strategy": "single"}
@@ -174,7 +180,7 @@ def best_steps(folder: Path) -> list[int]:
     return steps
 
 
-def test_save_keeps_the_best_checkpoints_by_metric(contents: Contents, tmp_path: Path) -> None:
+def test_save_with_top_2_keeps_the_two_best_checkpoints_by_metric(contents: Contents, tmp_path: Path) -> None:
     """Step 4 equals step 2, which was first, and step 5 was not evaluated."""
     scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
     kept = {}
@@ -185,12 +191,12 @@ def test_save_keeps_the_best_checkpoints_by_metric(contents: Contents, tmp_path:
     assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
 
 
-def test_save_without_top_keeps_best_pt_only(contents: Contents, tmp_path: Path) -> None:
+def test_save_with_top_1_writes_best_pt_and_no_best_step_files(contents: Contents, tmp_path: Path) -> None:
     save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
 
-def test_save_ranks_only_this_run_and_metric_among_the_best(contents: Contents, tmp_path: Path) -> None:
+def test_save_drops_top_checkpoints_of_later_steps_or_of_a_different_metric(contents: Contents, tmp_path: Path) -> None:
     """A run that continues from an older checkpoint, or by another metric, drops the files that it cannot rank."""
     for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
         save_top(tmp_path, evaluated(contents, score), step, top=3)
@@ -200,7 +206,7 @@ def test_save_ranks_only_this_run_and_metric_among_the_best(contents: Contents, 
     assert best_steps(tmp_path) == [7]
 
 
-def test_save_tolerates_removed_and_damaged_files_among_the_best(contents: Contents, tmp_path: Path) -> None:
+def test_save_continues_when_top_checkpoints_are_removed_or_damaged(contents: Contents, tmp_path: Path) -> None:
     for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
         save_top(tmp_path, evaluated(contents, score), step, top=4)
     (tmp_path / "best_step_1.pt").unlink()
@@ -213,7 +219,7 @@ def test_save_tolerates_removed_and_damaged_files_among_the_best(contents: Conte
     }
 
 
-def test_save_ranks_a_step_again_after_any_failed_rename(
+def test_save_after_a_failed_rename_still_keeps_the_two_best_checkpoints(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose save failed continues from last.pt: either it comes to the step again, or the step is ranked."""
@@ -248,7 +254,7 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_resumed_run_keeps_the_best_of_all_its_evaluations(tmp_path: Path) -> None:
+def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
     assert len(lines) == 6
@@ -295,7 +301,7 @@ def test_save_does_not_delete_copies_made_by_user(contents: Contents, tmp_path: 
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_progress_ignores_nan_for_the_best_value() -> None:
+def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
     directions = {"loss": True, "acc": False}

@@ -42,16 +42,16 @@ SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|repo
 # Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
 ELSEWHERE = {
     r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
-    r"python scripts/from_timm\.py": "test_script_writes_experiment_that_composes_to_converted_values",
-    r"make doctor$": "test_doctor_runs_on_this_machine",
-    r"python tests/engine/architecture\.py": "test_size_of_the_code_stays_within_its_limit",
+    r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
+    r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
+    r"python tests/engine/architecture\.py": "test_measured_code_size_stays_within_its_limit",
     r"make schema$": "test_file_generated_from_schema_is_up_to_date",
-    r"make fork ": "test_fork_replaces_every_occurrence_of_template_name",
-    r"make gpu-check$": "test_gpu_check_prints_one_line_without_a_device",
-    r"make docs-figures$": "test_figures_are_drawn_from_a_sweep",
+    r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
+    r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
+    r"make docs-figures$": "test_documentation_figures_are_drawn_from_a_sweep_folder",
     r"make docs$": "test_site_builds_strictly_and_a_broken_link_fails",
     r"python scripts/export\.py .*format=onnx": "test_onnx_model_matches_the_checkpoint_at_batch_1_and_7",
-    r"python scripts/check_data\.py ": "test_check_data_finds_each_kind_of_problem",
+    r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
     r"python digits\.py ": "test_digits_script_writes_every_digit_into_its_class_folder",
     r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
     r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
@@ -60,15 +60,15 @@ ELSEWHERE = {
     r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
     r"(wandb sync|mlflow ui)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
-    r"python -m src\.train ": "test_documented_training_command_runs",
-    r"python -c ": "test_python_one_liner_of_a_page_runs",
+    r"python -m src\.train ": "test_documented_training_command_exits_0_as_a_process",
+    r"python -c ": "test_documented_python_one_liner_prints_true",
     r"python scripts/plan\.py model=resnet18 ": "test_tables_on_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
-    r"cp conf/local": "test_example_file_of_local_settings_is_valid",
+    r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
     r"python train\.py (-m )?debug=profile": "test_profile_of_ddp_writes_a_trace_per_rank test_profile_of_dp_measures_copy_time",
-    r".* sweep\.dry_run=true": "test_dry_run_lists_the_jobs",
+    r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
     r"python train\.py resume=(<run folder>|outputs)": "test_train_py_resumes_with_announced_changes_or_exits_2",
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
     r"python train\.py key=value … resume=auto_or_new": "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done",
@@ -77,7 +77,7 @@ ELSEWHERE = {
     r"python train\.py -m search=optuna cluster=slurm": "test_killed_search_finds_its_running_trials_when_resumed",
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
     r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_job_on_two_nodes_matches_run_on_one_machine",
-    r"python train\.py cluster=slurm": "test_job_script_contains_given_options",
+    r"python train\.py cluster=slurm": "test_slurm_job_script_contains_given_options",
     r"tests/dev_cluster\.sh": "cluster",
     r"scancel --signal": "test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node",
     r"scancel <job>": "test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder",
@@ -265,7 +265,7 @@ QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.sear
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS])
-def test_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:
+def test_documented_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:
     assert losses[command]
     for loss in losses[command]:
         assert isinstance(loss, float) and math.isfinite(loss), loss
@@ -327,13 +327,15 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
-def test_documented_command_of_plan_py_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_command_of_plan_py_prints_memory_per_device(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     check(command, capsys)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
-def test_script_runs_on_run_folder(
+def test_documented_script_command_prints_its_result_for_a_finished_run(
     command: str, finished_run: Finished, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
@@ -354,13 +356,17 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
-def test_script_runs_on_sweep_folder(command: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_script_command_prints_its_result_for_a_finished_sweep(
+    command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check(command, capsys, sweep=sweep)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_figures_are_drawn_from_a_sweep(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documentation_figures_are_drawn_from_a_sweep_folder(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docs_figures = pytest.importorskip("scripts.maintain.docs_figures", reason="a fork draws none")
     monkeypatch.setattr(docs_figures, "FIGURES", tmp_path)
     monkeypatch.setattr(sys, "argv", ["docs_figures.py", str(sweep)])
@@ -371,7 +377,9 @@ def test_figures_are_drawn_from_a_sweep(sweep: Path, tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
-def test_script_runs_on_two_ranks(command: str, photos: Path, tmp_path: Path, train: Train) -> None:
+def test_documented_evaluate_command_runs_on_two_ddp_ranks(
+    command: str, photos: Path, tmp_path: Path, train: Train
+) -> None:
     torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), tmp_path / "weights.pt")
     name, arguments = arguments_of(command, photos=photos, weights=tmp_path / "weights.pt")
     arguments += ["data.image_size=32", "parallel.devices=2"]
@@ -393,7 +401,7 @@ def test_script_runs_on_two_ranks(command: str, photos: Path, tmp_path: Path, tr
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-def test_documented_training_command_runs(command: str, train: Train) -> None:
+def test_documented_training_command_exits_0_as_a_process(command: str, train: Train) -> None:
     assert command in TRAININGS
     arguments = shlex.split(command)[2:]
     arguments += ["model.kwargs={}" if "model.name" in command else "model=tiny", "optim.warmup_epochs=0"]
@@ -420,7 +428,7 @@ def test_resume_auto_continues_newest_unfinished_run(train: Train) -> None:
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if "dry_run=true" in command])
-def test_dry_run_lists_the_jobs(
+def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
@@ -429,6 +437,6 @@ def test_dry_run_lists_the_jobs(
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("python -c")])
-def test_python_one_liner_of_a_page_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_python_one_liner_prints_true(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(shlex.split(command)[2])
     assert capsys.readouterr().out.strip() == "True"

@@ -17,7 +17,7 @@ from src.engine.data.prefetch import BatchMemory, DevicePrefetcher
 from src.engine.data.samplers import TrainSampler
 
 
-def test_batch_memory_reuses_released_block() -> None:
+def test_batch_memory_reuses_the_memory_of_a_released_batch() -> None:
     blocks = BatchMemory()
     addresses = set()
     for _ in range(20):
@@ -40,7 +40,7 @@ def test_batch_memory_reuses_released_block() -> None:
     ],
     ids=["itself", "view", "detached", "numpy", "buffer", "graph", "nested", "dataset"],
 )
-def test_batch_memory_does_not_reuse_block_while_referenced(keep: Callable[[Tensor], Any]) -> None:
+def test_batch_memory_does_not_reuse_memory_while_a_batch_is_referenced(keep: Callable[[Tensor], Any]) -> None:
     blocks = BatchMemory()
     batch = blocks.empty(4, 3, 8, 8).fill_(1.0)
     address = batch.data_ptr()

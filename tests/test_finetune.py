@@ -312,7 +312,7 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     assert str(files[2]) in line
 
 
-def test_limit_train_reports_image_indices_in_whole_split(data: Path, tmp_path: Path) -> None:
+def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(data: Path, tmp_path: Path) -> None:
     training = Trainer(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None)
     files: Any = training.parts.dataset.train
     message = describe_step(training.parts, tmp_path, 1, 0)

@@ -44,7 +44,7 @@ def trainable(model: nn.Module) -> set[str]:
         (None, {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}),
     ],
 )
-def test_freeze_keeps_remaining_parameters_trainable(which: int | str | None, trained: set[str]) -> None:
+def test_freeze_leaves_only_expected_resnet18_layers_trainable(which: int | str | None, trained: set[str]) -> None:
     model = timm.create_model("resnet18", num_classes=4)
     names = list(model.state_dict())
     freeze(model, which)

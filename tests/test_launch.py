@@ -76,7 +76,7 @@ def check_equal(done: Finished, other: Finished) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_two_rank_run_writes_each_record_once_and_compares_ranks(by_torchrun: Finished) -> None:
+def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(by_torchrun: Finished) -> None:
     check(by_torchrun)
 
 

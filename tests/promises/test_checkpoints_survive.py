@@ -52,7 +52,7 @@ def _save_forever(folder: Path, first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_last_checkpoint_loads_and_its_step_never_decreases_despite_20_kills(tmp_path: Path) -> None:
+def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed(tmp_path: Path) -> None:
     context = warm_processes()
     draw, reached = random.Random(0), 0
     for _ in range(20):
@@ -83,7 +83,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
-def test_load_refuses_a_checkpoint_with_any_flipped_bit(
+def test_load_refuses_a_checkpoint_with_a_flipped_bit_by_its_sidecar_checksum(
     good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
 ) -> None:
     """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte has no meaning."""
@@ -102,7 +102,7 @@ def test_load_refuses_a_checkpoint_with_any_flipped_bit(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
-def test_error_names_a_truncated_checkpoint(good: Path, tmp_path: Path, keep: float) -> None:
+def test_load_error_names_the_truncated_checkpoint(good: Path, tmp_path: Path, keep: float) -> None:
     data = (good / "last.pt").read_bytes()
     (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
     with pytest.raises(ValueError, match=r"last\.pt: damaged") as refusal:
@@ -146,7 +146,7 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-def test_save_keeps_earlier_checkpoints_when_it_fails(tmp_path: Path) -> None:
+def test_save_keeps_earlier_checkpoints_when_a_file_size_limit_stops_the_write(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     context = warm_processes()

@@ -77,7 +77,7 @@ def test_rank_environment_holds_the_launcher_pid() -> None:
 
 
 @pytest.mark.processes
-def test_terminate_descendants_ends_orphans_but_not_unrelated_processes() -> None:
+def test_terminate_descendants_ends_orphans_but_not_children_started_before_it() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))
