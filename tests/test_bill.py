@@ -106,7 +106,7 @@ def examples() -> dict[str, Example]:
 
 EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
-# Examples that replace parts which the others use.
+# Examples that replace code which other examples need.
 ALONE = ("An auxiliary loss", "Regression", "A training loop")
 
 
@@ -361,7 +361,7 @@ class TestCommands:
             rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
         logged = read_lines(folder / "metrics.jsonl")
         numbers = [(line["step"], name, value) for line in logged for name, value in line.items() if "/" in name]
-        # The first attempt evaluated the last step; metrics.jsonl has one such line of each attempt too.
+        # Both attempts evaluate at their last step, so both files have a line for each of the two evaluations.
         assert [row for row in rows if "/" in row[1]] == numbers
         folder = run(scratch, both, "model=tiny")
         assert (folder / "tensorboard").exists() and (folder / "numbers.csv").exists()

@@ -1,4 +1,4 @@
-"""scripts/check_data.py finds each kind of problem in a dataset, and says so by its exit code."""
+"""scripts/check_data.py finds each kind of problem in a dataset and exits with 1 if it finds any."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABSENT = "classes without an image"
 
 
 def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
-    """`count` images in each folder, all different, one pixel wider than high."""
+    """Write `count` different images to each folder, each one pixel wider than high."""
     pixels = np.random.default_rng(0)
     for folder in folders:
         (root / folder).mkdir(parents=True)
@@ -36,19 +36,19 @@ def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
 
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code, and the JSON file."""
+    """Return (exit code, contents of check.json) of scripts/check_data.py."""
     code = entry.main([*words, f"output={folder / 'check.json'}", f"page={folder / 'check.html'}"])
     return code, json.loads((folder / "check.json").read_text(encoding="utf-8"))
 
 
 def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """`<split>: <class folder>/<file>` of each image of each group."""
+    """Return `<split>: <class folder>/<file>` of each image of each group."""
     return [[f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group] for group in groups]
 
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
-    """A folder with a problem of each kind, checked: exit code, JSON, page."""
+    """Check a folder with a problem of each kind, and return (exit code, JSON, HTML page)."""
     root = draw_images(tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog")
     shutil.copy(root / "train/cat/0.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/1.jpg", root / "train/cat/again <b>.jpg")
@@ -98,7 +98,7 @@ def test_check_data_page_embeds_thumbnails_and_escapes_file_names(damaged: tuple
     _, report, page = damaged
     assert all(source.startswith("data:image/jpeg;base64,") for source in re.findall(r'(?:src|href)="([^"]*)"', page))
     equal = sum(len(group) for kind in (LEAKS, DUPLICATES, LABELS) for group in report["problems"][kind])
-    # Four of each class, of which none may be an unreadable one.
+    # At most four thumbnails per class are shown. Unreadable images have no thumbnail.
     assert equal + 3 * 3 <= page.count("<img ") <= equal + 3 * 4
     assert "again &lt;b&gt;.jpg" in page and "again <b>" not in page
     assert "dog/text.png" in page
@@ -154,7 +154,7 @@ def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path
     assert code == 1
     assert report["measures"]["images"] == {"train": 400, "val": 50}
     assert report["measures"]["modes"]["train"] == {"1 channels": 400}
-    # One pixel each, of 256 grey values: most of them occur more than once.
+    # 400 images of one pixel have at most 256 different gray values, so most values occur more than once.
     values = len({image["digest"] for group in report["problems"][DUPLICATES] for image in group})
     assert 50 < values < 256
     images = [(image["split"], image["index"]) for group in report["problems"][DUPLICATES] for image in group]

@@ -154,7 +154,7 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     """Return the resolved CPU configs of a training command; for a sweep, one config per model and strategy."""
     match = TRAINING.fullmatch(command)
     assert match is not None
-    # A page's run is not here.
+    # The runs that the pages name do not exist here.
     parsed = parse(*(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/")))
     parsed.overrides.append("parallel.accelerator=cpu")
     if not parsed.multirun:
@@ -175,7 +175,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.batch_size = min(data.batch_size or 64, 4 * parallel.devices)
     else:
         data.batch_size_per_device = 4
-    # It would have to be downloaded.
+    # A dataset of timm would be downloaded.
     if is_timm_dataset(data.name):
         data.name, data.root, data.kwargs = "synthetic", None, {}
     if data.name == "synthetic":
@@ -184,7 +184,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.root, data.val_fraction, data.test_fraction, data.group_pattern = str(folder), None, None, None
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
-    # The first has to be fetched, the second is of a run that is not here.
+    # Pretrained weights would be downloaded, and the run of the weights file does not exist here.
     config.model.pretrained, config.model.weights = False, None
     data.workers, data.limit_train, parallel.threads_per_device = 0, 64, 1
     train.max_steps, train.log_every, train.evaluate_every, train.target_loss = 1, 1, 1, None

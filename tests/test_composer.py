@@ -92,7 +92,7 @@ SHARED: list[Composer] = []
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(overrides: list[str]) -> None:
-    """One Composer serves all examples, so that a copy that changed its base would be noticed."""
+    """All examples share one Composer, so the test fails if one composition changes the next one."""
     SHARED[:] = SHARED or [Composer(command())]
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 

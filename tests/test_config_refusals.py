@@ -345,8 +345,9 @@ def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK")),
+        ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE", "LOCAL_RANK", "torchrun")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "LOCAL_RANK", "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ("RANK=0", "LOCAL_RANK", "torchrun")),
         ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),

@@ -152,7 +152,7 @@ def test_logged_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
 
 
 def test_optimizer_accumulation_and_clipping_each_change_final_weights(trained: Callable[[str, str], Trained]) -> None:
-    """The other tests would also pass if accumulation or clipping had no effect."""
+    """Otherwise the comparisons with single would pass although accumulation or clipping has no effect."""
     weights = [trained(training, "single").weights for training in TRAININGS]
     assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
     assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "expected clipping in every step"
@@ -208,7 +208,7 @@ def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
 
 
 def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
-    # It breaks unless three threads wait at the same time.
+    # The barrier raises unless three threads wait at the same time.
     together = threading.Barrier(3, timeout=10)
     seen = []
 

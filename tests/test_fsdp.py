@@ -1,4 +1,4 @@
-"""fsdp: which parts a rank holds, what it computes from them, and what it writes and evaluates together with the others."""
+"""parallel=fsdp: sharded blocks, memory per rank, training, checkpoints, evaluation and traffic."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
-    """Return numbers that this rank holds, and of the whole, of weights, gradients, optimizer state and average."""
+    """Return (number of elements on this rank, in total) for weights, gradients, optimizer state and EMA."""
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
     state.wrapped(*next(parts.train.epoch(0)))[0].backward()
@@ -146,7 +146,7 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
 
 
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
-    """Return how many numbers this rank's contents of a checkpoint hold."""
+    """Return the number of tensor elements in the checkpoint contents of this rank."""
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
     parts.state.wrapped(*next(parts.train.epoch(0)))[0].backward()
     parts.state.optimizer.step()
@@ -161,7 +161,7 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
 def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     first, second = in_ranks(contents_of_checkpoint, 2)
     assert second == 0
-    # Weights, their average and two moments of each.
+    # Weights, their EMA and two AdamW moments.
     blocks = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs).blocks
     assert first > 4 * sum(parameter.numel() for parameter in blocks.parameters())
 
@@ -176,7 +176,7 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
         state, draw = parts.state, torch.Generator().manual_seed(0)
         for step in range(3):
-            # Drawn, because some optimizers enlarge the rounding of gradients near zero.
+            # Random gradients, because some optimizers amplify rounding errors of gradients near zero.
             for parameter in state.model.parameters():
                 parameter.grad = parts.strategy.part(torch.randn(parameter.shape, generator=draw), parameter)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1)
@@ -342,7 +342,7 @@ def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_should_stop() -> None:
 def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     from src.engine.runtime import evaluation
 
-    # The shares of the test are not those of the sampler.
+    # This test gives the ranks other shares than the sampler does, so the check of the sample count is replaced.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return evaluated(ranks, store, stops)
 

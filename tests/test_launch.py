@@ -125,15 +125,3 @@ def test_sweep_is_refused_under_torchrun(train: Train) -> None:
     stderr = "".join(done.stderr for done in ended)
     assert stderr.count("python train.py -m") == 1, stderr
     assert not (train.base / "sweep").exists()
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_error_names_missing_variable_when_rank_environment_is_incomplete(
-    train: Train, variables: dict[str, str]
-) -> None:
-    done = train.start(environment=variables).finish()
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "LOCAL_RANK" in done.stderr and "torchrun" in done.stderr
-    assert not done.folder.exists()

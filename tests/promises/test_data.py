@@ -125,7 +125,7 @@ def scanned(kind: str) -> bytes:
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))])
 def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
-    """Both use libjpeg-turbo. A run would change with the decoder otherwise. For one channel, PIL takes JPEG's luma too."""
+    """Metrics of a run must not depend on the decoder. For one channel, both decoders return the luma of the JPEG."""
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
@@ -136,7 +136,7 @@ def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> No
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its wheel needs the CUDA libraries of torch's wheel, which a torch of another index does not have."""
+    """The torchcodec wheel needs CUDA libraries, which a CPU build of torch does not install."""
     data = scanned("exif_6")
     expected = decode_bytes(data, "exif_6")
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
@@ -150,7 +150,7 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
 
 
 def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
-    """PIL multiplies the colors by black in another way, so that pixels may differ by the rounding."""
+    """PIL and the JPEG decoder round differently when they convert CMYK to RGB."""
     data = scanned("cmyk")
     with Image.open(io.BytesIO(data)) as opened:
         difference = decode_bytes(data, "cmyk").int() - from_pil(opened).int()
@@ -158,7 +158,7 @@ def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
 
 
 def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> None:
-    """Zeros in the data end a segment early, which libjpeg only warns of. PIL accepts the file too."""
+    """Zeros in the scan data are a warning in libjpeg, and no error. PIL accepts such a file too."""
     data = bytearray(scanned("baseline"))
     middle = len(data) // 2
     data[middle : middle + 50] = bytes(50)

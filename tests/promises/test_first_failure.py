@@ -110,7 +110,7 @@ def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
 
 @pytest.mark.processes
 def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `timeout` sends them, to the process and to its group: the second arrives while the timer starts."""
+    """`timeout` signals the process and its group. The second signal arrives while the kill timer of the first starts."""
     starts = []
 
     class Timer(threading.Timer):
@@ -130,7 +130,7 @@ def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monk
 def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No record can be written, and waiting for the node would hang."""
+    """The watchdog cannot write its failure record, and must not wait for the lost node."""
 
     class Full:
         def write(self, text: str) -> None:

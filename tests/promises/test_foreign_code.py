@@ -226,8 +226,9 @@ def test_load_refuses_a_checkpoint_with_pickled_code_and_does_not_run_the_code(t
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(Payload(mark)))
     for name in ("zip", "old", "raw"):
-        with pytest.raises(ValueError, match=f"{name}.pt: damaged, or not a checkpoint"):
+        with pytest.raises(ValueError, match=f"{name}.pt: damaged, or not a checkpoint") as refusal:
             checkpoint.load(tmp_path / f"{name}.pt")
+        assert "weights_only" not in str(refusal.value), "the error must not suggest the unsafe load"
     assert not mark.exists()
     with open(tmp_path / "raw.pt", "rb") as file:
         pickle.load(file).close()

@@ -99,7 +99,7 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
         except Exception as error:
             errors.append(f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if ranks.world_size > 1:
-                break  # the other rank waits
+                break  # the other rank still waits in a collective
     return errors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
@@ -26,10 +27,12 @@ def _hold(folder: Path, answers: Any) -> None:
 
 
 def _try(folder: Path, answers: Any) -> None:
+    """Answer with the seconds at which this process got and released the lock, or with the error."""
     try:
         with lock_folder(folder):
-            answers.put("mine")
+            locked_at = time.monotonic()
             time.sleep(0.2)
+            answers.put((locked_at, time.monotonic()))
     except ValueError as error:
         answers.put(str(error))
 
@@ -60,15 +63,20 @@ def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_i
     processes = [context.Process(target=_try, args=(tmp_path, answers)) for _ in range(8)]
     for process in processes:
         process.start()
-    lines = [answers.get(timeout=300) for _ in processes]
+    received = [answers.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    assert 1 <= lines.count("mine") <= 8
-    assert all(line == "mine" or "in use by" in line for line in lines)
+    errors = [answer for answer in received if isinstance(answer, str)]
+    assert all("in use by" in error for error in errors)
+    held = sorted(answer for answer in received if not isinstance(answer, str))
+    assert held
+    assert all(released <= locked_at for (_, released), (locked_at, _) in itertools.pairwise(held)), (
+        "two processes held the lock at the same time"
+    )
 
 
 def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path: Path) -> None:
-    """resume=auto queries all folders of a task while other jobs lock theirs."""
+    """resume=auto queries the folders of all runs of a task while other jobs lock their folders."""
     asked, leave = threading.Event(), threading.Timer(0.05, lambda: None)
 
     def ask() -> None:
