@@ -172,13 +172,13 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_on_extend_page_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
+def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     assert {name: len(files) for name, files in bill.items()} == BILL
     assert not [file for files in bill.values() for file in files if "engine" in file], "an example changes the engine"
 
 
-def test_code_on_extend_page_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
+def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     together = {file for name, files in bill.items() if name not in ALONE for file in files}
     for copy, files in ((scratch, together), *((alone(name), bill[name]) for name in ALONE)):
@@ -189,13 +189,13 @@ def test_code_on_extend_page_passes_ruff(scratch: Path, alone: Callable[[str], P
             assert done.returncode == 0, done.stdout
 
 
-def test_every_example_on_extend_page_is_linked_in_its_table_and_has_a_command() -> None:
+def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
     anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
     assert re.findall(r"\]\((#[\w-]+)\)", PAGE) == anchors
     assert all(example.commands for example in EXAMPLES.values())
 
 
-def test_f1_metric_on_extend_page_matches_scikit_learn(scratch: Path) -> None:
+def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
     metrics = module(scratch, "src/train/metrics.py")
     truth, answers = (torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
@@ -277,7 +277,7 @@ class TestCommands:
             assert actual["world_size"] == world_size
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
-    def test_custom_metric_is_logged_and_optimized(self, scratch: Path) -> None:
+    def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
@@ -400,7 +400,7 @@ def test_regression_example_reaches_same_error_under_single_and_ddp(alone: Calla
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_auxiliary_loss_example_adds_to_the_loss_and_is_logged_as_a_metric(
+def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
     scratch: Path, alone: Callable[[str], Path]
 ) -> None:
     copy, line = alone("An auxiliary loss"), EXAMPLES["An auxiliary loss"].commands[0]
@@ -516,7 +516,9 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 )
 @pytest.mark.slow
 @pytest.mark.processes
-def test_invalid_setting_for_custom_code_exits_2(scratch: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
+    scratch: Path, overrides: tuple[str, ...], message: str
+) -> None:
     command = [sys.executable, "train.py", *tiny(*overrides)]
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stdout + done.stderr

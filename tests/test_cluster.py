@@ -231,7 +231,7 @@ def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("gres", "count"), [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)]
 )
-def test_gpus_of_gres_counts_gpus(gres: str | None, count: int) -> None:
+def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) -> None:
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
 
 
@@ -255,7 +255,7 @@ def body(folder: str) -> dict[str, Any]:
     return whole
 
 
-def test_config_yaml_is_identical_for_every_scheduler(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     same = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "parallel.threads_per_device=1")
     monkeypatch.setattr("src.engine.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0)))
     starts = {"local": (), "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), "pods": KUBERNETES}
@@ -285,7 +285,7 @@ def test_kubernetes_manifest_passes_schema_validation(documents: list[dict[str, 
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
 
 
-def test_kubernetes_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None:
+def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(documents: list[dict[str, Any]]) -> None:
     settings, service, job = documents
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -320,11 +320,11 @@ def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> N
 
 
 @pytest.mark.parametrize(("time", "seconds"), [("12:00:00", 43200), ("1-0", 86400), ("2-01:30", 178200), ("1:30", 90)])
-def test_seconds_of_parses_slurm_times(time: str, seconds: int) -> None:
+def test_slurm_time_limits_are_parsed_to_seconds(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
 
-def test_memory_is_converted_to_kubernetes_notation() -> None:
+def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
     assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
     r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
     r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
-    r"python tests/engine/architecture\.py": "test_measured_code_size_stays_within_its_limit",
+    r"python tests/engine/architecture\.py": "test_line_counts_and_import_levels_of_src_stay_within_their_limits",
     r"make schema$": "test_file_generated_from_schema_is_up_to_date",
     r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
@@ -54,13 +54,13 @@ ELSEWHERE = {
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
     r"python digits\.py ": "test_digits_script_writes_every_digit_into_its_class_folder",
     r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
-    r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
+    r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split",
     r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
     r"(wandb sync|mlflow ui)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
-    r"python -m src\.train ": "test_documented_training_command_exits_0_as_a_process",
+    r"python -m src\.train ": "test_documented_training_command_exits_0_when_run_as_a_process",
     r"python -c ": "test_documented_python_one_liner_prints_true",
     r"python scripts/plan\.py model=resnet18 ": "test_tables_on_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
@@ -134,7 +134,7 @@ ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parall
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
-def test_every_documented_command_is_tested_or_has_a_reason() -> None:
+def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> None:
     assert len(TRAININGS) > 30 and len(SCRIPTS) > 5
     assert set(HERE) == {*TRAININGS, *SCRIPTS}, "run the command in this file, or list it in ELSEWHERE or NOT_RUN"
     kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
@@ -335,7 +335,7 @@ def test_documented_command_of_plan_py_prints_memory_per_device(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
-def test_documented_script_command_prints_its_result_for_a_finished_run(
+def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
     command: str, finished_run: Finished, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
@@ -356,7 +356,7 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
-def test_documented_script_command_prints_its_result_for_a_finished_sweep(
+def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys, sweep=sweep)
@@ -401,7 +401,7 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-def test_documented_training_command_exits_0_as_a_process(command: str, train: Train) -> None:
+def test_documented_training_command_exits_0_when_run_as_a_process(command: str, train: Train) -> None:
     assert command in TRAININGS
     arguments = shlex.split(command)[2:]
     arguments += ["model.kwargs={}" if "model.name" in command else "model=tiny", "optim.warmup_epochs=0"]

@@ -73,7 +73,7 @@ def test_compiled_training_matches_uncompiled_training(tmp_path: Path, cache: Pa
             torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{part} {name}")
 
 
-def test_compile_mode_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def record(model: nn.Module, **options: Any) -> nn.Module:

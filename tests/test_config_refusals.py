@@ -357,7 +357,7 @@ def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_PROCID", "srun --ntasks=N")),
     ],
 )
-def test_error_names_missing_or_invalid_rank_variable(
+def test_error_names_missing_or_invalid_rank_environment_variable(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: tuple[str, ...]
 ) -> None:
     for name, value in variables.items():
@@ -366,7 +366,7 @@ def test_error_names_missing_or_invalid_rank_variable(
     assert [name for name in named if name not in line] == [], line
 
 
-def test_rank_environment_is_accepted_when_complete_or_empty() -> None:
+def test_rank_environment_variables_are_accepted_when_complete_or_absent() -> None:
     assert ranks_from_environment({}) is None
     whole = {**dict.fromkeys(NEEDED, "2"), "RANK": "1", "LOCAL_RANK": "1"}
     ranks = ranks_from_environment(whole)

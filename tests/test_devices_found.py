@@ -123,7 +123,9 @@ def test_core_count_notice_is_omitted_when_ranks_are_started_externally(monkeypa
     assert notices(config, resolve(config, 8, 4), 8) == []
 
 
-def test_sweep_reports_unused_gpus_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_of_three_jobs_reports_unused_gpus_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine_of(monkeypatch, 6)
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"])
     assert train.main() == 0
@@ -273,7 +275,7 @@ def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(monkeypatc
         ),
     ],
 )
-def test_notice_explains_why_gpus_are_unusable_when_cpu_is_used(
+def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     fake: FakeDriver | None, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = ask(monkeypatch, fake, visible=visible)

@@ -79,7 +79,7 @@ def test_doctor_selects_the_strategies_and_device_counts_that_could_run(
         ({"shm": 2**26}, "/dev/shm", "--shm-size", False),
     ],
 )
-def test_doctor_reports_each_problem_with_its_remedy(
+def test_doctor_reports_broken_torch_disk_or_shared_memory_with_its_remedy(
     changes: dict[str, Any], name: str, remedy: str, stops: bool
 ) -> None:
     machine = facts(0, **changes)

@@ -58,7 +58,7 @@ def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) 
         (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
     ],
 )
-def test_evaluation_refuses_conflicting_keys_with_and_without_run(
+def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folder(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     save_config(resolved("parallel=single"), tmp_path)
@@ -232,7 +232,9 @@ def test_failed_evaluation_closes_loaders_and_strategy(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks(alone: list[dict[str, Any]], world_size: int) -> None:
+def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
+    alone: list[dict[str, Any]], world_size: int
+) -> None:
     for actual in in_ranks(measured, world_size, "ddp", world_size):
         check_equal(actual, alone)
 

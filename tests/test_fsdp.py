@@ -335,7 +335,7 @@ def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
 
 
 @pytest.mark.processes
-def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_should_stop() -> None:
+def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> None:
     assert in_ranks(_evaluated_without_count, 3, True) == [None] * 3
 
 

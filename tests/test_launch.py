@@ -96,7 +96,7 @@ def test_concurrent_runs_with_same_folder_name_get_separate_folders(by_torchrun:
         check_equal(run, by_torchrun)
 
 
-def test_run_removes_its_temporary_files(by_torchrun: Finished, train_shared: Train) -> None:
+def test_run_leaves_no_files_in_the_temporary_folder(by_torchrun: Finished, train_shared: Train) -> None:
     left = [path for path in train_shared.temporary.iterdir() if not path.name.startswith("torchelastic_")]
     assert left == [], "expected no files except the log folder of torchrun"
 

@@ -128,11 +128,11 @@ def test_source_file_follows_import_rules_and_naming_and_size_limits(path: Path)
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_measured_code_size_stays_within_its_limit(name: str) -> None:
+def test_line_counts_and_import_levels_of_src_stay_within_their_limits(name: str) -> None:
     assert measure()[name] <= LIMITS[name]
 
 
-def test_no_import_cycle_exists_between_files_or_packages() -> None:
+def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
     assert find_cycle() == []
 
 

@@ -77,16 +77,16 @@ def engine_names(registered: set[str], engine: Path = ENGINE) -> set[tuple[str, 
     }
 
 
-def test_engine_strings_contain_no_metric_dataset_or_loss_names() -> None:
+def test_strings_in_engine_code_contain_no_metric_dataset_or_loss_names() -> None:
     assert engine_names({*METRICS, *DATASETS, *LOSSES} - set(EVERYDAY)) == set()
 
 
-def test_engine_strings_name_strategies_only_in_listed_files() -> None:
+def test_strings_in_engine_code_name_strategies_only_in_listed_files() -> None:
     places = {file for file, _ in engine_names(set(STRATEGIES)) if not file.startswith(COMPARE_STRATEGIES)}
     assert places == set(NAME_STRATEGIES)
 
 
-def test_list_of_everyday_words_contains_only_registered_metrics_datasets_and_losses() -> None:
+def test_list_of_allowed_everyday_words_contains_only_metric_dataset_and_loss_names() -> None:
     assert set(EVERYDAY) <= {*METRICS, *DATASETS, *LOSSES}
 
 
@@ -104,7 +104,7 @@ def test_list_of_everyday_words_contains_only_registered_metrics_datasets_and_lo
         ("accuracy = record['accelerator']", set()),
     ],
 )
-def test_name_search_finds_registered_metrics_and_datasets_in_source_strings(source: str, names: set[str]) -> None:
+def test_engine_name_check_finds_metric_and_dataset_names_in_source_strings(source: str, names: set[str]) -> None:
     assert {name for text in strings_of(source) for name in names_in_text(text)} & {*METRICS, *DATASETS} == names
 
 

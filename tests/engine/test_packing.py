@@ -82,7 +82,7 @@ def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_
     assert scheduler.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
 
 
-def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_an_alone_job_by_itself() -> None:
+def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alone() -> None:
     scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
     assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
     assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (2, ["0"])

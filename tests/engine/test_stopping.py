@@ -102,7 +102,7 @@ def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> Non
         in_ranks(in_a_long_call, 1, True)
 
 
-def test_peer_has_left_is_true_when_heartbeats_of_the_other_rank_stop(
+def test_rank_detects_that_a_peer_has_left_when_its_heartbeats_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "TICK", 0.05)

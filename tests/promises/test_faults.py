@@ -157,7 +157,7 @@ def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank
     ("strategy", "devices", "name"),
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
 )
-def test_error_names_rank_and_training_phase_of_an_exception_or_stall(
+def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

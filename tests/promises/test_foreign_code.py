@@ -106,7 +106,7 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "search.storage=postgresql+evil://host/db",
     ],
 )
-def test_unsafe_command_line_override_is_refused(refuse: Refuse, command: str) -> None:
+def test_command_line_override_that_could_run_code_or_load_a_file_is_refused(refuse: Refuse, command: str) -> None:
     key = command.lstrip("+").partition("=")[0]
     assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
 
@@ -186,7 +186,7 @@ def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_all
     assert str(compose_command(parse("--config-path", str(main))).run_dir) == "x"
 
 
-def test_class_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> None:
+def test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> None:
     from src.models.build import build_model
 
     images = build_dataset(DataConfig(name="synthetic"))
@@ -220,7 +220,7 @@ class Payload:
         return open, (self.mark, "w")
 
 
-def test_load_refuses_a_checkpoint_with_pickled_code_and_does_not_run_the_code(tmp_path: Path) -> None:
+def test_checkpoint_with_pickled_code_is_refused_without_running_the_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "zip.pt")
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

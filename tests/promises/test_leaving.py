@@ -95,7 +95,7 @@ def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None
         assert error.value.code == code
 
 
-def test_failed_run_closes_its_recorder_and_keeps_logged_metrics(
+def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An immediate exit of the process would lose the events queued in TensorBoard's writer thread."""

@@ -243,7 +243,7 @@ def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebac
         ("+num_tokens = 5", "+num_tokens = 5"),
     ],
 )
-def test_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
+def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
     assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
 
 

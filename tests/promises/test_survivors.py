@@ -72,7 +72,7 @@ def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
             rank.kill()
 
 
-def test_rank_environment_holds_the_launcher_pid() -> None:
+def test_environment_of_ranks_contains_the_pid_of_their_launcher() -> None:
     assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 

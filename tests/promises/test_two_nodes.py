@@ -338,7 +338,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
-def test_error_names_a_lost_node_and_the_same_command_resumes_the_run(
+def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run(
     nodes: Nodes, undisturbed: tuple[Any, ...]
 ) -> None:
     """One run loses its second node three times, in three ways."""
