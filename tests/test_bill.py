@@ -297,7 +297,7 @@ class TestCommands:
                 )
                 result(run(scratch, command, *overrides))
 
-    def test_custom_training_metric_is_logged(self, scratch: Path) -> None:
+    def test_custom_training_metric_is_logged_per_step_and_in_result_json(self, scratch: Path) -> None:
         for overrides in (("parallel=single", "parallel.devices=1"), ()):
             folder = run(scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides)
             logged = [line["train/confidence"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]

@@ -87,7 +87,7 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Contents) -> None:
+def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(contents: Contents) -> None:
     model = resolved().model
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}

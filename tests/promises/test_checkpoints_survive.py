@@ -177,7 +177,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, small_disk: Path, strategy: str) -> None:
+def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
+    train: Train, small_disk: Path, strategy: str
+) -> None:
     overrides = (
         f"parallel={strategy}",
         "parallel.devices=2",

@@ -155,7 +155,7 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     assert hide_in(tree) == hidden
 
 
-def test_optuna_study_name_holds_a_reference_instead_of_the_secret(tmp_path: Path) -> None:
+def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path: Path) -> None:
     config = Config(search=SearchConfig(study_name=f"my {SECRET}", direction="maximize"))
     assert open_study(tmp_path, config, is_new=True).study_name == f"my {REFERENCE}"
     assert files_with_secret(tmp_path) == []

@@ -198,7 +198,7 @@ def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
     assert first.silent_node() is None
 
 
-def test_heartbeats_mark_the_run_failed_when_the_failure_record_meets_a_full_disk(
+def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of node 0."""
