@@ -106,7 +106,7 @@ def examples() -> dict[str, Example]:
 
 EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
-# Examples that replace parts which the others use.
+# Examples that replace code which other examples need.
 ALONE = ("An auxiliary loss", "Regression", "A training loop")
 
 
@@ -172,13 +172,13 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
+def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     assert {name: len(files) for name, files in bill.items()} == BILL
     assert not [file for files in bill.values() for file in files if "engine" in file], "an example changes the engine"
 
 
-def test_code_on_extend_page_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
+def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     together = {file for name, files in bill.items() if name not in ALONE for file in files}
     for copy, files in ((scratch, together), *((alone(name), bill[name]) for name in ALONE)):
@@ -189,13 +189,13 @@ def test_code_on_extend_page_passes_ruff(scratch: Path, alone: Callable[[str], P
             assert done.returncode == 0, done.stdout
 
 
-def test_every_example_is_in_the_table_and_has_a_command() -> None:
+def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
     anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
     assert re.findall(r"\]\((#[\w-]+)\)", PAGE) == anchors
     assert all(example.commands for example in EXAMPLES.values())
 
 
-def test_f1_matches_scikit_learn(scratch: Path) -> None:
+def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
     metrics = module(scratch, "src/train/metrics.py")
     truth, answers = (torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
@@ -204,7 +204,7 @@ def test_f1_matches_scikit_learn(scratch: Path) -> None:
     assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
 
 
-def test_poly_loss_of_a_batch_equals_the_mean_over_its_ranks(scratch: Path) -> None:
+def test_poly_loss_of_a_batch_equals_the_mean_loss_of_its_two_halves(scratch: Path) -> None:
     poly = module(scratch, "src/train/poly.py").PolyLoss
     outputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2])
@@ -213,7 +213,7 @@ def test_poly_loss_of_a_batch_equals_the_mean_over_its_ranks(scratch: Path) -> N
     assert poly(0.0)(outputs, targets) == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets))
 
 
-def test_npz_holds_the_arrays_and_refuses_another_image_size(scratch: Path, npz: Path) -> None:
+def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_size(scratch: Path, npz: Path) -> None:
     from src.schema import DataConfig
 
     dataset_class = module(scratch, "src/data/npz.py").Npz
@@ -229,7 +229,7 @@ def test_npz_holds_the_arrays_and_refuses_another_image_size(scratch: Path, npz:
         dataset_class(DataConfig(root=str(npz), image_size=64))
 
 
-def test_lora_computes_the_model_plus_the_product_of_its_matrices(scratch: Path) -> None:
+def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch: Path) -> None:
     add_lora = module(scratch, "src/models/lora.py").add_lora
     model = timm.create_model("test_vit", num_classes=3).eval()
     images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
@@ -263,13 +263,13 @@ def test_lora_computes_the_model_plus_the_product_of_its_matrices(scratch: Path)
 @pytest.mark.slow
 @pytest.mark.processes
 class TestCommands:
-    def test_custom_model_trains(self, scratch: Path) -> None:
+    def test_custom_model_trains_on_one_and_two_devices(self, scratch: Path) -> None:
         alone, both = [run(scratch, line) for line in EXAMPLES["A model"].commands]
         assert result(alone)["model"] == result(both)["model"] == "src.models.patches.Patches"
         assert result(both)["world_size"] == 2
         assert result(both)["parameters"] > result(alone)["parameters"]
 
-    def test_custom_dataset_trains(self, scratch: Path, npz: Path) -> None:
+    def test_custom_dataset_trains_on_one_and_two_devices(self, scratch: Path, npz: Path) -> None:
         for command, world_size in zip(EXAMPLES["A dataset"].commands, (1, 2), strict=True):
             line = command.replace("/data/medmnist.npz", str(npz))
             alone = ("parallel=single",) if world_size == 1 else ()
@@ -277,7 +277,7 @@ class TestCommands:
             assert actual["world_size"] == world_size
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
-    def test_custom_metric_is_logged_and_optimized(self, scratch: Path) -> None:
+    def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
@@ -287,7 +287,7 @@ class TestCommands:
         events = EventAccumulator(str(folder / "tensorboard")).Reload()
         assert "val/f1" in events.Tags()["scalars"]
 
-    def test_custom_loss_trains(self, scratch: Path) -> None:
+    def test_custom_loss_trains_on_one_and_two_devices(self, scratch: Path) -> None:
         for command in EXAMPLES["A loss"].commands:
             for devices in (1, 2):
                 overrides = (
@@ -297,14 +297,14 @@ class TestCommands:
                 )
                 result(run(scratch, command, *overrides))
 
-    def test_custom_training_metric_is_logged(self, scratch: Path) -> None:
+    def test_custom_training_metric_is_logged_per_step_and_in_result_json(self, scratch: Path) -> None:
         for overrides in (("parallel=single", "parallel.devices=1"), ()):
             folder = run(scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides)
             logged = [line["train/confidence"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
             assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
-    def test_custom_parameter_group_rule_trains(self, scratch: Path) -> None:
+    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(self, scratch: Path) -> None:
         line = EXAMPLES["A parameter-group rule"].commands[0]
         for overrides in STRATEGIES:
             folder = run(scratch, line, "model=tiny", *overrides)
@@ -315,7 +315,7 @@ class TestCommands:
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
 
-    def test_custom_schedule_trains_and_refuses_a_key_that_it_does_not_read(self, scratch: Path) -> None:
+    def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(self, scratch: Path) -> None:
         schema, line = EXAMPLES["A schedule"].commands
         run(scratch, schema)
         for overrides in STRATEGIES:
@@ -328,7 +328,7 @@ class TestCommands:
         assert done.returncode == 2
         assert "optim.warmup_epochs=1.0: " in done.stderr
 
-    def test_lora_example_trains(self, scratch: Path) -> None:
+    def test_lora_training_changes_only_adapters_and_head_under_single_dp_and_ddp(self, scratch: Path) -> None:
         schema, plain, tuned = EXAMPLES["LoRA"].commands
         run(scratch, schema)
         placeholder = Path("outputs/train/2026-01-01/12-00-00-000000")
@@ -352,7 +352,7 @@ class TestCommands:
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["loss"] == pytest.approx(result(folder)["val"]["loss"])
 
-    def test_custom_tracker_receives_the_numbers_of_metrics_jsonl(self, scratch: Path) -> None:
+    def test_custom_tracker_receives_the_values_of_metrics_jsonl(self, scratch: Path) -> None:
         alone, both = EXAMPLES["A tracker"].commands
         folder = run(scratch, alone, "model=tiny", "parallel=ddp", "parallel.devices=2")
         assert not (folder / "tensorboard").exists()
@@ -361,7 +361,7 @@ class TestCommands:
             rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
         logged = read_lines(folder / "metrics.jsonl")
         numbers = [(line["step"], name, value) for line in logged for name, value in line.items() if "/" in name]
-        # The first attempt evaluated the last step; metrics.jsonl has one such line of each attempt too.
+        # Both attempts evaluate at their last step, so both files have a line for each of the two evaluations.
         assert [row for row in rows if "/" in row[1]] == numbers
         folder = run(scratch, both, "model=tiny")
         assert (folder / "tensorboard").exists() and (folder / "numbers.csv").exists()
@@ -385,7 +385,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_regression_trains_without_engine_changes(alone: Callable[[str], Path]) -> None:
+def test_regression_example_reaches_same_error_under_single_and_ddp(alone: Callable[[str], Path]) -> None:
     copy = alone("Regression")
     actual = []
     for overrides in STRATEGIES:
@@ -400,7 +400,9 @@ def test_regression_trains_without_engine_changes(alone: Callable[[str], Path]) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_auxiliary_loss_is_trained_and_logged_as_a_metric(scratch: Path, alone: Callable[[str], Path]) -> None:
+def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
+    scratch: Path, alone: Callable[[str], Path]
+) -> None:
     copy, line = alone("An auxiliary loss"), EXAMPLES["An auxiliary loss"].commands[0]
     without = read_lines(run(scratch, line, *STRATEGIES[0], "parallel.devices=1") / "metrics.jsonl")[0]
     logged = []
@@ -514,7 +516,9 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 )
 @pytest.mark.slow
 @pytest.mark.processes
-def test_invalid_setting_for_custom_code_exits_2(scratch: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
+    scratch: Path, overrides: tuple[str, ...], message: str
+) -> None:
     command = [sys.executable, "train.py", *tiny(*overrides)]
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stdout + done.stderr

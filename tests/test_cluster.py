@@ -58,7 +58,7 @@ def script(main: Main, *overrides: str) -> str:
     return Path("run/job.sbatch").read_text()
 
 
-def test_job_script_contains_given_options(main: Main) -> None:
+def test_slurm_job_script_contains_given_options(main: Main) -> None:
     text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
     for line in ("nodes=2", "gpus-per-node=4", "cpus-per-task=32", "time=12:00:00", "mem=64G", "signal=USR1@90"):
         assert f"#SBATCH --{line}\n" in text
@@ -66,20 +66,20 @@ def test_job_script_contains_given_options(main: Main) -> None:
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
 
 
-def test_auto_uses_resources_of_cluster_nodes_instead_of_this_machine(main: Main) -> None:
+def test_auto_devices_and_threads_follow_cluster_nodes_not_the_submitting_machine(main: Main) -> None:
     script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32")
     parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.backend) == (8, "cuda", "nccl")
     assert parallel.threads_per_device == 8
 
 
-def test_threads_follow_cluster_cpus_when_nodes_have_no_gpus(main: Main) -> None:
+def test_threads_per_device_follow_cluster_cpus_when_nodes_have_no_gpus(main: Main) -> None:
     script(main, *NODES, "cluster.cpus=3")
     parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.threads_per_device) == (2, "cpu", 3)
 
 
-def test_paths_are_not_checked_at_submission(main: Main) -> None:
+def test_slurm_submission_does_not_check_data_and_weight_paths(main: Main) -> None:
     script(
         main,
         "hydra.run.dir=run",
@@ -127,7 +127,7 @@ def test_slurm_script_retries_requeue_when_controller_does_not_answer(
     assert done.stdout.count("scontrol requeue failed") == min(failures, 8)
 
 
-def test_local_slurm_lines_appear_only_in_job_script(
+def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = tmp_path / "slurm.sh"
@@ -142,7 +142,7 @@ def test_local_slurm_lines_appear_only_in_job_script(
     assert held == ["job.sbatch"]
 
 
-def test_example_of_slurm_sh_has_no_effect_until_edited(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [line for line in script(main).splitlines() if not line.startswith("# ")]
     monkeypatch.setattr(slurm, "LOCAL_LINES", ROOT / "conf" / "local" / "slurm.sh.example")
     with_example = [line for line in script(main).splitlines() if not line.startswith(("# ", "##"))]
@@ -151,7 +151,7 @@ def test_example_of_slurm_sh_has_no_effect_until_edited(main: Main, monkeypatch:
 
 @pytest.mark.parametrize("code", ["setup: touch pwned", "extra: ['#SBATCH --exclusive']"])
 @pytest.mark.parametrize("place", ["command", "file"])
-def test_shell_code_in_config_is_refused(main: Main, tmp_path: Path, code: str, place: str) -> None:
+def test_cluster_keys_with_shell_code_are_refused(main: Main, tmp_path: Path, code: str, place: str) -> None:
     key, _, value = code.partition(": ")
     (tmp_path / "theirs" / "experiment").mkdir(parents=True)
     text = f"# @package _global_\ncluster: {{{code}}}\n"
@@ -191,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_error_for_invalid_job_names_the_key(config: Config, message: str) -> None:
+def test_error_for_invalid_cluster_settings_names_the_key(config: Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse(cluster_rules(config))
 
@@ -205,7 +205,7 @@ def test_error_for_invalid_job_names_the_key(config: Config, message: str) -> No
         (("cluster=slurm",), "cluster=slurm: sbatch is not installed"),
     ],
 )
-def test_refused_job_does_not_create_folder(
+def test_refused_cluster_job_does_not_create_a_run_folder(
     main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
@@ -214,7 +214,7 @@ def test_refused_job_does_not_create_folder(
     assert not Path("run").exists()
 
 
-def test_scheduler_is_refused_under_torchrun(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     place = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -232,14 +232,14 @@ def test_scheduler_is_refused_under_torchrun(main: Main, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("gres", "count"), [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)]
 )
-def test_gpus_of_gres_counts_gpus(gres: str | None, count: int) -> None:
+def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) -> None:
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
 
 
 @pytest.mark.parametrize(
     "overrides", [("parallel=single",), ("parallel=ddp", "parallel.devices=4"), ("-m", "seed=1,2")]
 )
-def test_error_names_srun_when_srun_started_the_ranks(
+def test_error_suggests_srun_instead_of_torchrun_when_srun_started_the_ranks(
     main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2"}
@@ -256,7 +256,7 @@ def body(folder: str) -> dict[str, Any]:
     return whole
 
 
-def test_config_yaml_is_identical_for_every_scheduler(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     same = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "parallel.threads_per_device=1")
     monkeypatch.setattr("src.engine.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0)))
     starts = {"local": (), "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), "pods": KUBERNETES}
@@ -277,7 +277,7 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))
 
 
-def test_manifest_is_valid_under_kubernetes_schemas(documents: list[dict[str, Any]]) -> None:
+def test_kubernetes_manifest_passes_schema_validation(documents: list[dict[str, Any]]) -> None:
     assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
@@ -286,7 +286,7 @@ def test_manifest_is_valid_under_kubernetes_schemas(documents: list[dict[str, An
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
 
 
-def test_kubernetes_manifest_contains_job_settings(documents: list[dict[str, Any]]) -> None:
+def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(documents: list[dict[str, Any]]) -> None:
     settings, service, job = documents
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -321,15 +321,15 @@ def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> N
 
 
 @pytest.mark.parametrize(("time", "seconds"), [("12:00:00", 43200), ("1-0", 86400), ("2-01:30", 178200), ("1:30", 90)])
-def test_seconds_of_parses_slurm_times(time: str, seconds: int) -> None:
+def test_slurm_time_limits_are_parsed_to_seconds(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
 
-def test_memory_is_converted_to_kubernetes_notation() -> None:
+def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
     assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
-def test_wait_for_returns_highest_exit_code_of_job_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """scontrol prints a line per task, soon omits finished tasks, and sometimes does not answer."""
     running, done, failed = "JobId=8 JobState=RUNNING ExitCode=0:0", "JobState=COMPLETED ExitCode=0:0", "ExitCode=3:0"
     looks: list[str | None] = [
@@ -365,7 +365,7 @@ def test_wait_for_returns_highest_exit_code_of_job_array(monkeypatch: pytest.Mon
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, ValueError),
     ],
 )
-def test_queued_job_returns_job_id_of_run_folder(
+def test_queued_job_returns_slurm_job_id_of_run_folder_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, queued: Any
 ) -> None:
     squeue = tmp_path / "squeue"
@@ -380,7 +380,7 @@ def test_queued_job_returns_job_id_of_run_folder(
         assert slurm.queued_job(tmp_path) == queued
 
 
-def test_manifest_refuses_folder_name_with_line_breaks(tmp_path: Path) -> None:
+def test_kubernetes_manifest_refuses_a_folder_name_with_line_breaks(tmp_path: Path) -> None:
     """The manifest contains the path in a comment, so text after a line break would be YAML."""
     folder = tmp_path / "run\nkind: Pod"
     folder.mkdir()
@@ -390,7 +390,7 @@ def test_manifest_refuses_folder_name_with_line_breaks(tmp_path: Path) -> None:
     assert not (folder / "job.yaml").exists()
 
 
-def test_step_address_is_refused_when_unresolvable_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_node_address_is_refused_when_unresolvable_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     answers = {"hostnames": "a1\na2\n", "node": "NodeName=a1 Arch=x NodeAddr=somewhere NodeHostName=a1"}

@@ -43,33 +43,33 @@ SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|repo
 # Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
 ELSEWHERE = {
     r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
-    r"python scripts/from_timm\.py": "test_script_writes_experiment_that_composes_to_converted_values",
-    r"make doctor$": "test_doctor_runs_on_this_machine",
-    r"python tests/engine/architecture\.py": "test_size_of_the_code_stays_within_its_limit",
+    r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
+    r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
+    r"python tests/engine/architecture\.py": "test_line_counts_and_import_levels_of_src_stay_within_their_limits",
     r"make schema$": "test_file_generated_from_schema_is_up_to_date",
-    r"make fork ": "test_fork_replaces_every_occurrence_of_template_name",
-    r"make gpu-check$": "test_gpu_check_prints_one_line_without_a_device",
-    r"make docs-figures$": "test_figures_are_drawn_from_a_sweep",
+    r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
+    r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
+    r"make docs-figures$": "test_documentation_figures_are_drawn_from_a_sweep_folder",
     r"make docs$": "test_site_builds_strictly_and_a_broken_link_fails",
     r"python scripts/export\.py .*format=onnx": "test_onnx_model_matches_the_checkpoint_at_batch_1_and_7",
-    r"python scripts/check_data\.py ": "test_check_data_finds_each_kind_of_problem",
+    r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
     r"python digits\.py ": "test_digits_script_writes_every_digit_into_its_class_folder",
     r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
-    r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
+    r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split",
     r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
     r"(wandb sync|mlflow ui)": "test_tracker_holds_the_whole_run_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
-    r"python -m src\.train ": "test_documented_training_command_runs",
-    r"python -c ": "test_python_one_liner_of_a_page_runs",
+    r"python -m src\.train ": "test_documented_training_command_exits_0_when_run_as_a_process",
+    r"python -c ": "test_documented_python_one_liner_prints_true",
     r"python scripts/plan\.py model=resnet18 ": "test_tables_on_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
-    r"cp conf/local": "test_example_file_of_local_settings_is_valid",
+    r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
     r"python train\.py (-m )?debug=profile": "test_profile_of_ddp_writes_a_trace_per_rank test_profile_of_dp_measures_copy_time",
-    r".* sweep\.dry_run=true": "test_dry_run_lists_the_jobs",
+    r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
     r"python train\.py resume=(<run folder>|outputs)": "test_train_py_resumes_with_announced_changes_or_exits_2",
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
     r"python train\.py key=value … resume=auto_or_new": "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done",
@@ -78,7 +78,7 @@ ELSEWHERE = {
     r"python train\.py -m search=optuna cluster=slurm": "test_killed_search_finds_its_running_trials_when_resumed",
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
     r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_job_on_two_nodes_matches_run_on_one_machine",
-    r"python train\.py cluster=slurm": "test_job_script_contains_given_options",
+    r"python train\.py cluster=slurm": "test_slurm_job_script_contains_given_options",
     r"tests/dev_cluster\.sh": "cluster",
     r"scancel --signal": "test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node",
     r"scancel <job>": "test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder",
@@ -135,7 +135,7 @@ ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parall
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
-def test_every_documented_command_is_tested_or_has_a_reason() -> None:
+def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> None:
     assert len(TRAININGS) > 30 and len(SCRIPTS) > 5
     assert set(HERE) == {*TRAININGS, *SCRIPTS}, "run the command in this file, or list it in ELSEWHERE or NOT_RUN"
     kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
@@ -155,7 +155,7 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     """Return the resolved CPU configs of a training command; for a sweep, one config per model and strategy."""
     match = TRAINING.fullmatch(command)
     assert match is not None
-    # A page's run is not here.
+    # The runs that the pages name do not exist here.
     parsed = parse(*(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/")))
     parsed.overrides.append("parallel.accelerator=cpu")
     if not parsed.multirun:
@@ -176,7 +176,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.batch_size = min(data.batch_size or 64, 4 * parallel.devices)
     else:
         data.batch_size_per_device = 4
-    # It would have to be downloaded.
+    # A dataset of timm would be downloaded.
     if is_timm_dataset(data.name):
         data.name, data.root, data.kwargs = "synthetic", None, {}
     if data.name == "synthetic":
@@ -185,7 +185,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.root, data.val_fraction, data.test_fraction, data.group_pattern = str(folder), None, None, None
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
-    # The first has to be fetched, the second is of a run that is not here.
+    # Pretrained weights would be downloaded, and the run of the weights file does not exist here.
     config.model.pretrained, config.model.weights = False, None
     data.workers, data.limit_train, parallel.threads_per_device = 0, 64, 1
     train.max_steps, train.log_every, train.evaluate_every, train.target_loss = 1, 1, 1, None
@@ -266,7 +266,7 @@ QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.sear
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS])
-def test_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:
+def test_documented_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:
     assert losses[command]
     for loss in losses[command]:
         assert isinstance(loss, float) and math.isfinite(loss), loss
@@ -328,13 +328,15 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
-def test_documented_command_of_plan_py_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_command_of_plan_py_prints_memory_per_device(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     check(command, capsys)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
-def test_script_runs_on_run_folder(
+def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
     command: str, finished_run: Finished, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
@@ -355,13 +357,17 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
-def test_script_runs_on_sweep_folder(command: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
+    command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check(command, capsys, sweep=sweep)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_figures_are_drawn_from_a_sweep(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documentation_figures_are_drawn_from_a_sweep_folder(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docs_figures = pytest.importorskip("scripts.maintain.docs_figures", reason="a fork draws none")
     monkeypatch.setattr(docs_figures, "FIGURES", tmp_path)
     monkeypatch.setattr(sys, "argv", ["docs_figures.py", str(sweep)])
@@ -372,7 +378,9 @@ def test_figures_are_drawn_from_a_sweep(sweep: Path, tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
-def test_script_runs_on_two_ranks(command: str, photos: Path, tmp_path: Path, train: Train) -> None:
+def test_documented_evaluate_command_runs_on_two_ddp_ranks(
+    command: str, photos: Path, tmp_path: Path, train: Train
+) -> None:
     torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), tmp_path / "weights.pt")
     name, arguments = arguments_of(command, photos=photos, weights=tmp_path / "weights.pt")
     arguments += ["data.image_size=32", "parallel.devices=2"]
@@ -394,7 +402,7 @@ def test_script_runs_on_two_ranks(command: str, photos: Path, tmp_path: Path, tr
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-def test_documented_training_command_runs(command: str, train: Train) -> None:
+def test_documented_training_command_exits_0_when_run_as_a_process(command: str, train: Train) -> None:
     assert command in TRAININGS
     arguments = shlex.split(command)[2:]
     arguments += ["model.kwargs={}" if "model.name" in command else "model=tiny", "optim.warmup_epochs=0"]
@@ -421,7 +429,7 @@ def test_resume_auto_continues_newest_unfinished_run(train: Train) -> None:
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if "dry_run=true" in command])
-def test_dry_run_lists_the_jobs(
+def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
@@ -430,6 +438,6 @@ def test_dry_run_lists_the_jobs(
 
 
 @pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("python -c")])
-def test_python_one_liner_of_a_page_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_python_one_liner_prints_true(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(shlex.split(command)[2])
     assert capsys.readouterr().out.strip() == "True"

@@ -23,7 +23,7 @@ COMMON = ("data.batch_size=8", "train.max_steps=3", "model.ema.decay=0.9", "opti
 
 
 def has_compiler() -> bool:
-    # Importing the compiler takes seconds, which the collection of other tests need not wait for.
+    # The import takes seconds, so it is not at the top of the file.
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -37,7 +37,7 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
     """Train in this process, and return the number of graphs that torch compiled."""
     from torch._dynamo.utils import counters
 
-    # A warm rank's environment is that of its server.
+    # A forked rank has the environment of the server that forks it, without the variables of this test.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
     Trainer(resolved(*COMMON, *overrides), Path(folder), ranks, store).train()
@@ -73,7 +73,7 @@ def test_compiled_training_matches_uncompiled_training(tmp_path: Path, cache: Pa
             torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{part} {name}")
 
 
-def test_compile_mode_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def record(model: nn.Module, **options: Any) -> nn.Module:
@@ -96,7 +96,7 @@ def test_torch_knows_every_compile_mode() -> None:
 def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
     from torch._inductor import config as inductor
 
-    # Not by monkeypatch, whose undoing hides the option from later tests.
+    # monkeypatch would delete the option when it restores it, and later tests would not find the option.
     with (
         inductor.patch({"cpp.cxx": ("no_such_compiler",)}),
         pytest.raises(ValueError, match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+"),

@@ -91,30 +91,30 @@ SHARED: list[Composer] = []
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_composer_gives_the_tree_and_config_of_full_composition(overrides: list[str]) -> None:
-    """One Composer serves all examples, so that a copy that changed its base would be noticed."""
+def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(overrides: list[str]) -> None:
+    """All examples share one Composer, so the test fails if one composition changes the next one."""
     SHARED[:] = SHARED or [Composer(command())]
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 
 
 @pytest.mark.slow  # 8 s in all
 @pytest.mark.parametrize("alternative", [text for alternatives in CHOICES for text in alternatives])
-def test_composer_agrees_with_full_composition_about_each_override(alternative: str) -> None:
+def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(alternative: str) -> None:
     SHARED[:] = SHARED or [Composer(command())]
     assert composed([alternative], command(), SHARED[0]) == composed([alternative], command(), None)
 
 
 @pytest.mark.parametrize("word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"])
-def test_composer_agrees_with_full_composition_when_the_main_config_leaves_the_schema_out(
-    tmp_path: Path, word: str
-) -> None:
+def test_sweep_composer_matches_full_hydra_composition_without_schema_in_defaults(tmp_path: Path, word: str) -> None:
     main = "defaults: [_self_, {parallel: single}]\noptim: {lr: '0.1'}\nseed: 1\ntags: [1]\n"
     folder = conf(tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n")
     command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
     assert composed([word], command, Composer(command)) == composed([word], command, None)
 
 
-def test_composer_composes_in_full_once_per_choice_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     full: list[list[str]] = []
     load = ConfigLoaderImpl.load_sweep_config
 

@@ -262,12 +262,12 @@ def test_error_names_invalid_command_line_argument(refuse: Refuse, command: str,
     assert [name for name in named if name not in line] == [], line
 
 
-def test_type_error_contains_no_words_of_omegaconf(refuse: Refuse) -> None:
+def test_message_for_wrong_type_contains_no_omegaconf_class_names(refuse: Refuse) -> None:
     for override in ("seed=null", "train=false", "model.ema=true", "optim.lr=abc", "tags=x", "model.kwargs=3"):
         assert not re.search(r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group", refuse(override))
 
 
-def test_sweep_accepts_quoted_option_names() -> None:
+def test_sweep_accepts_quoted_names_of_config_group_options() -> None:
     _, points = expand(parse(["-m", "model='tiny',\"resnet18\""]))
     assert [point.config.model.name for point in points] == ["vit_tiny_patch16_224", "resnet18"]
 
@@ -312,7 +312,7 @@ def test_error_names_invalid_key_or_value_in_yaml_file(
         ("chdir: false", "chdirr: false", "hydra.job.chdirr"),
     ],
 )
-def test_error_names_invalid_key_or_value_in_config_of_run(
+def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
     refuse: Refuse, tmp_path: Path, old: str, new: str, named: str
 ) -> None:
     save_config(Config(), tmp_path / "run")
@@ -345,8 +345,9 @@ def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK")),
+        ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE", "LOCAL_RANK", "torchrun")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "LOCAL_RANK", "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ("RANK=0", "LOCAL_RANK", "torchrun")),
         ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),
@@ -356,7 +357,7 @@ def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_PROCID", "srun --ntasks=N")),
     ],
 )
-def test_error_names_missing_or_invalid_rank_variable(
+def test_error_names_missing_or_invalid_rank_environment_variable(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: tuple[str, ...]
 ) -> None:
     for name, value in variables.items():
@@ -365,7 +366,7 @@ def test_error_names_missing_or_invalid_rank_variable(
     assert [name for name in named if name not in line] == [], line
 
 
-def test_rank_environment_is_accepted_when_complete_or_empty() -> None:
+def test_rank_environment_variables_are_accepted_when_complete_or_absent() -> None:
     assert ranks_from_environment({}) is None
     whole = {**dict.fromkeys(NEEDED, "2"), "RANK": "1", "LOCAL_RANK": "1"}
     ranks = ranks_from_environment(whole)
@@ -428,7 +429,7 @@ def parse(words: list[str]) -> object:
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_overrides_are_valid_or_refused_in_one_line_that_names_a_key(examples: int) -> None:
+def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(examples: int) -> None:
     drawn = given(overrides=COMBINATIONS, cuda=st.integers(0, 2))(is_valid_or_refused)
     settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(drawn)()
 

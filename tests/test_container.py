@@ -26,7 +26,7 @@ def stages() -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_image_installs_the_lock_file_with_hashes_in_one_layer() -> None:
+def test_dockerfile_installs_requirements_lock_with_hashes_in_one_stage() -> None:
     assert "ARG BASE=" in DOCKERFILE
     assert set(stages()) == {"packages", "train", "tensorboard", "jupyter"}
     with_packages = [name for name, text in stages().items() if "requirements.lock" in text]
@@ -34,7 +34,7 @@ def test_image_installs_the_lock_file_with_hashes_in_one_layer() -> None:
     assert "--require-hashes -r requirements.lock" in stages()["packages"]
 
 
-def test_image_runs_as_non_root_user_without_ssh_server() -> None:
+def test_dockerfile_runs_as_non_root_user_without_ssh_server() -> None:
     for name in ("train", "jupyter"):
         assert re.search(r"(?m)^USER 1000$", stages()[name]), name
         assert stages()[name].index("USER 1000") < stages()[name].index("CMD")
@@ -42,7 +42,7 @@ def test_image_runs_as_non_root_user_without_ssh_server() -> None:
     assert "docker exec" in DOCKERFILE
 
 
-def test_ports_are_published_on_loopback_only() -> None:
+def test_compose_file_publishes_ports_on_loopback_only() -> None:
     ports = [port for service in services().values() for port in service.get("ports", [])]
     assert len(ports) == 2
     assert all(port.startswith("127.0.0.1:") for port in ports)
@@ -59,21 +59,21 @@ def test_compose_services_have_build_targets_and_shared_memory() -> None:
     assert list(services("compose.gpu.yaml")) == ["train"]
 
 
-def test_secret_and_large_files_stay_out_of_the_image() -> None:
+def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {".git", ".venv", ".env", "outputs", "data", "conf/local/default.yaml", "conf/local/slurm.sh"} <= set(
         ignored
     )
 
 
-def test_development_container_uses_the_same_image() -> None:
+def test_devcontainer_builds_a_stage_of_the_dockerfile() -> None:
     actual = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
     place = ROOT / ".devcontainer" / actual["build"]["dockerfile"]
     assert place.resolve() == ROOT / "Dockerfile"
     assert actual["build"]["target"] in stages()
 
 
-def test_notebook_is_stored_without_outputs_and_has_its_own_requirements_file() -> None:
+def test_notebook_has_no_outputs_and_jupyter_is_not_a_runtime_requirement() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") for cell in cells)
     runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def test_notebook_is_stored_without_outputs_and_has_its_own_requirements_file() 
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))), reason="needs requirements-notebook.txt"
 )
-def test_notebook_runs_without_errors(tmp_path: Path) -> None:
+def test_notebook_runs_and_shows_plots_and_the_report(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 

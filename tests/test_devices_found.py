@@ -36,7 +36,7 @@ from src.schema import Config
         (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
     ],
 )
-def test_option_unsupported_by_torch_is_refused_before_folder_is_created(
+def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_folder(
     words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
@@ -65,7 +65,7 @@ USED = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # GPUs present -> GPUs 
 
 @pytest.mark.parametrize("count", range(9))
 @pytest.mark.parametrize("words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"])
-def test_auto_devices_fit_any_number_of_gpus(
+def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
     count: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
@@ -81,7 +81,7 @@ def test_auto_devices_fit_any_number_of_gpus(
 
 
 @pytest.mark.parametrize("count", [0, 1, 6])
-def test_train_reports_unused_devices_and_starts(
+def test_train_py_reports_unused_gpus_and_starts_the_run(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
@@ -95,7 +95,7 @@ def test_train_reports_unused_devices_and_starts(
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 @pytest.mark.parametrize(("devices", "is_printed"), [(2, False), (8, True)])
-def test_train_prints_one_notice_when_cpu_devices_outnumber_cores(
+def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
     strategy: str,
     devices: int,
     is_printed: bool,
@@ -115,7 +115,7 @@ def test_train_prints_one_notice_when_cpu_devices_outnumber_cores(
     assert all("cores (2)" in line for line in lines)
 
 
-def test_no_notices_are_returned_when_ranks_are_started_externally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_count_notice_is_omitted_when_ranks_are_started_externally(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other nodes may have more cores, and srun may show each task only a part of the cores."""
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
@@ -123,7 +123,9 @@ def test_no_notices_are_returned_when_ranks_are_started_externally(monkeypatch: 
     assert notices(config, resolve(config, 8, 4), 8) == []
 
 
-def test_sweep_reports_unused_devices_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_of_three_jobs_reports_unused_gpus_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine_of(monkeypatch, 6)
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"])
     assert train.main() == 0
@@ -169,7 +171,7 @@ def test_explicit_device_settings_are_not_adjusted_to_batch_size(monkeypatch: py
         (None, 6, "1,2,4,6"),
     ],
 )
-def test_device_counts_end_with_count_chosen_by_auto(
+def test_device_counts_of_a_scaling_sweep_end_with_the_count_chosen_by_auto(
     batch: int | None, count: int, counts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
@@ -250,7 +252,7 @@ def ask(
     return Driver.ask("13.0")
 
 
-def test_devices_have_indices_and_names_reported_by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = ask(monkeypatch, FakeDriver(MIXED))
     assert driver.problem is None
     assert driver.devices == (
@@ -273,7 +275,7 @@ def test_devices_have_indices_and_names_reported_by_driver(monkeypatch: pytest.M
         ),
     ],
 )
-def test_notice_explains_why_gpus_are_unusable_when_cpu_is_used(
+def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     fake: FakeDriver | None, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = ask(monkeypatch, fake, visible=visible)
@@ -286,7 +288,7 @@ def test_notice_explains_why_gpus_are_unusable_when_cpu_is_used(
     assert reason in str(refusal.value)
 
 
-def test_no_problem_is_reported_when_devices_are_absent_or_hidden(
+def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert ask(monkeypatch, None, shown=False) == Driver()
@@ -294,7 +296,7 @@ def test_no_problem_is_reported_when_devices_are_absent_or_hidden(
         assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
-def test_device_files_are_found_without_libcuda(tmp_path: Path) -> None:
+def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:
     assert nvidia.nvidia_device_files(tmp_path) == []
     (tmp_path / "dev").mkdir()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia3"):
@@ -316,7 +318,9 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 
 
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler")
-def test_cuda_driver_calls_use_correct_c_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ctypes does not check calls against the signatures in cuda.h, so the test compiles a C library."""
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
@@ -370,7 +374,7 @@ def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(nvml: Any, mon
     assert math.isnan(Gpu("MIG-1").joules()) and math.isnan(Gpu(None).joules())
 
 
-def test_failed_nvml_query_does_not_affect_other_values(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_utilization_is_read_when_another_nvml_query_fails(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> Any:
         raise nvml.NVMLError(nvml.NVML_ERROR_NO_PERMISSION)
 

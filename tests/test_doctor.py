@@ -63,7 +63,9 @@ def test_doctor_suggests_no_remedy_when_machine_has_no_problems(gpus: int) -> No
         (4, 8, {"single": 1, "dp": 4, "ddp": 4, "fsdp": 4}),
     ],
 )
-def test_doctor_tries_every_strategy_that_could_run(gpus: int, cores: int, tried: dict[str, int]) -> None:
+def test_doctor_selects_the_strategies_and_device_counts_that_could_run(
+    gpus: int, cores: int, tried: dict[str, int]
+) -> None:
     machine = facts(gpus, cores=cores)
     assert strategies_to_try(machine) == tried
 
@@ -77,7 +79,7 @@ def test_doctor_tries_every_strategy_that_could_run(gpus: int, cores: int, tried
         ({"shm": 2**26}, "/dev/shm", "--shm-size", False),
     ],
 )
-def test_doctor_reports_each_problem_with_its_remedy(
+def test_doctor_reports_broken_torch_disk_or_shared_memory_with_its_remedy(
     changes: dict[str, Any], name: str, remedy: str, stops: bool
 ) -> None:
     machine = facts(0, **changes)
@@ -117,7 +119,7 @@ def test_doctor_report_ends_with_training_command(
     assert set(failed) <= set(remedies(findings))
 
 
-def test_doctor_stops_training_when_single_fails() -> None:
+def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
     machine = facts(0, tries={"single": "Failed: rank 0: …"})
     assert any(finding.stops for finding in findings_of(machine))
 
@@ -128,7 +130,7 @@ def test_doctor_reports_when_its_probe_of_torch_fails() -> None:
 
 @pytest.mark.slow(seconds=25)
 @pytest.mark.processes
-def test_doctor_runs_on_this_machine(train: Train) -> None:
+def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
     done = train.start_command([sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600).finish()
     assert done.returncode == 0, done.output
     findings = json.loads(done.stdout)

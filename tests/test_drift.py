@@ -39,7 +39,7 @@ def ends(ranks: Ranks, store: Any) -> list[Any]:
     return [at_end(ranks, store, *case) for case in ((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3))]
 
 
-def test_replicas_may_differ_at_end_only_on_different_device_models() -> None:
+def test_ddp_weights_may_differ_slightly_at_end_only_on_different_gpu_models() -> None:
     for equal, fault, drifted, unsynchronised in in_ranks(ends, 2):
         assert equal[1] == []
         assert fault == "the ranks end with different parameters: gradients were not synchronized"

@@ -124,7 +124,7 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
 
 
 @pytest.mark.parametrize(("training", "spread"), CASES)
-def test_final_weights_match_single_strategy(
+def test_final_weights_of_dp_ddp_and_fsdp_match_single(
     trained: Callable[[str, str], Trained], training: str, spread: str
 ) -> None:
     worst, overall = distances(trained(training, "single").weights, trained(training, spread).weights)
@@ -135,7 +135,7 @@ def test_final_weights_match_single_strategy(
 
 
 @pytest.mark.parametrize(("training", "spread"), CASES)
-def test_curves_and_evaluations_match_single_strategy(
+def test_logged_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
     trained: Callable[[str, str], Trained], training: str, spread: str
 ) -> None:
     single, other = trained(training, "single"), trained(training, spread)
@@ -151,8 +151,8 @@ def test_curves_and_evaluations_match_single_strategy(
     assert other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
 
 
-def test_each_training_setting_changes_final_weights(trained: Callable[[str, str], Trained]) -> None:
-    """The other tests would also pass if accumulation or clipping had no effect."""
+def test_optimizer_accumulation_and_clipping_each_change_final_weights(trained: Callable[[str, str], Trained]) -> None:
+    """Otherwise the comparisons with single would pass although accumulation or clipping has no effect."""
     weights = [trained(training, "single").weights for training in TRAININGS]
     assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
     assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "expected clipping in every step"
@@ -190,7 +190,7 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
 @pytest.mark.parametrize("loss_in_replica", [False, True])
 @pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
 @pytest.mark.parametrize("model", [Small, Recurrent])
-def test_threaded_replica_gradients_match_unwrapped_model(
+def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
     model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
 ) -> None:
     torch.manual_seed(0)
@@ -207,8 +207,8 @@ def test_threaded_replica_gradients_match_unwrapped_model(
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
 
 
-def test_threaded_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
-    # It breaks unless three threads wait at the same time.
+def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
+    # The barrier raises unless three threads wait at the same time.
     together = threading.Barrier(3, timeout=10)
     seen = []
 
@@ -226,7 +226,7 @@ def test_threaded_replicas_run_concurrently_when_model_draws_random_numbers() ->
     assert {threads for _, _, threads in seen} == {1}
 
 
-def test_batchnorm_statistics_come_from_first_threaded_replica() -> None:
+def test_batchnorm_statistics_come_from_the_first_threaded_dp_replica() -> None:
     torch.manual_seed(0)
     images = torch.randn(8, 4)
     alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
@@ -237,7 +237,7 @@ def test_batchnorm_statistics_come_from_first_threaded_replica() -> None:
     assert spread.num_batches_tracked == 1
 
 
-def test_exception_in_replica_reaches_caller() -> None:
+def test_exception_in_a_threaded_dp_replica_reaches_the_caller() -> None:
     class Picky(nn.Module):
         def forward(self, chunk: Tensor) -> Tensor:
             if (chunk < 0).any():
@@ -251,7 +251,7 @@ def test_exception_in_replica_reaches_caller() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_through_replicas_does_not_build_autograd_graph(mode: Callable[[], Any]) -> None:
+def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = Small().eval()
     images = torch.randn(7, 6)
@@ -262,11 +262,11 @@ def test_evaluation_through_replicas_does_not_build_autograd_graph(mode: Callabl
 
 
 @pytest.mark.parametrize(("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])])
-def test_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list[int]) -> None:
+def test_dp_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list[int]) -> None:
     assert strategy(devices).chunk_sizes(batch) == chunks
 
 
-def test_autocast_applies_inside_threaded_replicas() -> None:
+def test_autocast_applies_inside_threaded_dp_replicas() -> None:
     seen = []
 
     class Typed(nn.Linear):

@@ -58,7 +58,7 @@ def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) 
         (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
     ],
 )
-def test_evaluation_refuses_conflicting_keys_with_and_without_run(
+def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folder(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     save_config(resolved("parallel=single"), tmp_path)
@@ -125,7 +125,9 @@ def alone() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
-def test_evaluation_matches_a_plain_loop(alone: list[dict[str, Any]], case: int, size: tuple[int, int]) -> None:
+def test_evaluation_metrics_match_a_plain_pytorch_computation(
+    alone: list[dict[str, Any]], case: int, size: tuple[int, int]
+) -> None:
     actual, (logits, labels) = alone[case], outputs(*size)
     hits = logits.argmax(1) == labels
     assert (actual["samples"], actual["correct"]) == (size[0], int(hits.sum()))
@@ -229,13 +231,15 @@ def test_failed_evaluation_closes_loaders_and_strategy(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_gives_same_result_on_any_number_of_ranks(alone: list[dict[str, Any]], world_size: int) -> None:
+def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
+    alone: list[dict[str, Any]], world_size: int
+) -> None:
     for actual in in_ranks(measured, world_size, "ddp", world_size):
         check_equal(actual, alone)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_evaluation_gives_same_result_with_threaded_replicas(alone: list[dict[str, Any]], devices: int) -> None:
+def test_evaluation_gives_same_metrics_with_threaded_dp_replicas(alone: list[dict[str, Any]], devices: int) -> None:
     check_equal(measured(Ranks(), None, "dp", devices), alone)
 
 
@@ -302,7 +306,7 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_metric_from_rows_receives_all_rows_in_dataset_order(world_size: int) -> None:
+def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order(world_size: int) -> None:
     expected = []
     for num_samples, unreadable in ROWS:
         scores, labels = outputs(num_samples, 4)
@@ -405,7 +409,7 @@ def test_evaluate_py_refuses_invalid_arguments_in_one_line(
 
 
 @pytest.mark.processes
-def test_evaluation_gives_same_result_with_different_batch_size(
+def test_evaluate_py_gives_same_metrics_with_different_batch_size(
     finished_run: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0

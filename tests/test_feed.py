@@ -17,7 +17,7 @@ from src.engine.data.prefetch import BatchMemory, DevicePrefetcher
 from src.engine.data.samplers import TrainSampler
 
 
-def test_batch_memory_reuses_released_block() -> None:
+def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
     blocks = BatchMemory()
     addresses = set()
     for _ in range(20):
@@ -40,7 +40,7 @@ def test_batch_memory_reuses_released_block() -> None:
     ],
     ids=["itself", "view", "detached", "numpy", "buffer", "graph", "nested", "dataset"],
 )
-def test_batch_memory_does_not_reuse_block_while_referenced(keep: Callable[[Tensor], Any]) -> None:
+def test_cpu_batch_memory_is_not_reused_while_the_batch_is_referenced(keep: Callable[[Tensor], Any]) -> None:
     blocks = BatchMemory()
     batch = blocks.empty(4, 3, 8, 8).fill_(1.0)
     address = batch.data_ptr()
@@ -95,7 +95,7 @@ def test_prefetcher_copies_one_batch_ahead_on_gpu(monkeypatch: pytest.MonkeyPatc
     assert len(sent) == count, "expected every batch"
 
 
-def test_loader_gathers_gpu_batches_into_pinned_memory_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows keep their order, and the caller receives an exception raised in the thread."""
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))

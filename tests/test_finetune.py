@@ -116,7 +116,7 @@ def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
 @pytest.mark.parametrize(
     "words", [("data.image_size=32",), ("data=digits", "data.root=null")], ids=["size", "channels"]
 )
-def test_training_adapts_weights_to_different_image_size_or_channels(
+def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
     trained: Path, data: Path, words: tuple[str, ...]
 ) -> None:
     """timm resizes position embeddings and the first convolution; tests/test_weights.py compares them bit for bit."""
@@ -133,7 +133,7 @@ def test_training_adapts_weights_to_different_image_size_or_channels(
     ],
     ids=["depth"],
 )
-def test_training_refuses_weights_that_lack_layers_other_than_the_head(
+def test_fine_tuning_refuses_weights_that_lack_layers_other_than_the_head(
     trained: Path, data: Path, overrides: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError, match=r"^model\.weights=") as refusal:
@@ -142,11 +142,11 @@ def test_training_refuses_weights_that_lack_layers_other_than_the_head(
         assert name in str(refusal.value)
 
 
-def test_training_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
+def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
     assert is_equal(run_of(data, best(trained)).state.model.state_dict(), contents(best(trained))["ema"])
 
 
-def test_training_reinitializes_head_when_class_names_differ(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_reinitializes_head_when_class_names_differ(trained: Path, tmp_path: Path) -> None:
     root = images(tmp_path / "other", OTHER_CLASSES)
     code, message = fine_tuned(tmp_path / "run", f"model.weights={best(trained)}", f"data.root={root}", "optim.lr=1e-9")
     assert code == 0, message
@@ -158,7 +158,7 @@ def test_training_reinitializes_head_when_class_names_differ(trained: Path, tmp_
         assert torch.allclose(tensor, after[name], atol=1e-6) == (not name.startswith("head.")), name
 
 
-def test_training_reinitializes_head_when_number_of_classes_differs(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_reinitializes_head_when_number_of_classes_differs(trained: Path, tmp_path: Path) -> None:
     root = images(tmp_path / "more", (*CLASSES, "tree"))
     state = run_of(root, best(trained)).state.model.state_dict()
     assert state["head.weight"].shape[0] == 4
@@ -166,7 +166,7 @@ def test_training_reinitializes_head_when_number_of_classes_differs(trained: Pat
     assert all(torch.equal(state[name], body[name]) for name in body if not name.startswith("head."))
 
 
-def test_training_keeps_loaded_head_when_file_does_not_list_classes(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(trained: Path, tmp_path: Path) -> None:
     root = images(tmp_path / "other", OTHER_CLASSES)
     bare = contents(best(trained))["model"]
     torch.save(bare, tmp_path / "bare.pt")
@@ -174,7 +174,7 @@ def test_training_keeps_loaded_head_when_file_does_not_list_classes(trained: Pat
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("val/acc", "model"), ("val/loss_ema", "ema")])
-def test_training_loads_model_or_ema_weights_by_checkpoint_metric(
+def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_of_the_ema(
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
 ) -> None:
     saved = contents(best(trained))
@@ -225,7 +225,7 @@ def test_evaluation_refuses_weights_file_when_classes_differ(
 
 
 @pytest.mark.parametrize(("split", "asked"), [("test", "test"), ("val", "all")])
-def test_evaluation_of_run_does_not_need_train_folder(
+def test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], split: str, asked: str
 ) -> None:
     """The folder has fewer classes than the run, so labels numbered by its folders would be shifted."""
@@ -245,7 +245,7 @@ def test_evaluation_error_names_missing_split_folder(
     assert (code, out) == (2, "") and str(root / "test") in err and "train" not in err.replace(str(trained), "")
 
 
-def test_evaluation_error_names_classes_that_run_lacks(
+def test_evaluation_error_names_class_folders_that_the_trained_run_lacks(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = images(tmp_path / "other", OTHER_CLASSES, ("val",))
@@ -312,7 +312,7 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     assert str(files[2]) in line
 
 
-def test_limit_train_reports_image_indices_in_whole_split(data: Path, tmp_path: Path) -> None:
+def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(data: Path, tmp_path: Path) -> None:
     training = Trainer(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None)
     files: Any = training.parts.dataset.train
     message = describe_step(training.parts, tmp_path, 1, 0)

@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 # --- installing
 
 
-def test_uv_receives_pip_settings() -> None:
+def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
     listed = (
         ":env:.find-links='/opt/wheels'\nglobal.index-url='https://mirror/simple'\nglobal.timeout='60'\n"
         "global.extra-index-url='https://one/simple\\nhttps://two/simple'\nuser.trusted-host='mirror'\n"
@@ -96,7 +96,7 @@ def test_print_config_shows_only_values_that_differ_from_defaults(capsys: pytest
     assert len(short.splitlines()) < 30 < len(long.splitlines())
 
 
-def test_console_prints_markup_literally(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_brackets_literally_instead_of_as_rich_markup(capsys: pytest.CaptureFixture[str]) -> None:
     print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
     assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
     Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
@@ -125,7 +125,9 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
 
 
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
-def test_console_reports_an_early_stop(epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_console_reports_early_stop_only_when_the_run_ended_before_its_epochs(
+    epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     config = resolved("parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss")
     with caplog.at_level(logging.INFO):
         show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
@@ -133,7 +135,7 @@ def test_console_reports_an_early_stop(epochs: int, is_early: bool, caplog: pyte
 
 
 @pytest.mark.processes
-def test_epoch_line_shows_an_evaluation_only_in_its_epoch(tmp_path: Path) -> None:
+def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(tmp_path: Path) -> None:
     folder = run_warm(
         tmp_path / "run", "parallel=single", "train.epochs=5", "train.evaluate_every=2", "data.limit_train=64"
     )
@@ -167,7 +169,7 @@ def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.Monkey
     assert text.endswith("afterwards\n")
 
 
-def test_console_prints_no_bar_when_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_no_progress_bar_when_stdout_is_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     with Console(True, total_steps=10, first_step=0) as console:
@@ -176,7 +178,7 @@ def test_console_prints_no_bar_when_redirected(monkeypatch: pytest.MonkeyPatch) 
     assert file.getvalue() == ""
 
 
-def test_example_file_of_local_settings_is_valid(tmp_path: Path) -> None:
+def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(tmp_path: Path) -> None:
     from hydra._internal.utils import get_args_parser
 
     from src.engine.config.compose import compose_command
@@ -237,7 +239,7 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
 
 
 @pytest.mark.processes
-def test_error_names_parameters_without_gradient_and_remedy() -> None:
+def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
     for message in in_ranks(two_steps, 2, False):
         assert message.startswith("no gradient reached idle.weight, idle.bias:")
         assert "parallel.find_unused_parameters=true" in message
@@ -245,14 +247,16 @@ def test_error_names_parameters_without_gradient_and_remedy() -> None:
     assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
 
 
-def test_unrelated_error_does_not_name_unused_parameters() -> None:
+def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
     assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "task"), [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
 )
-def test_preset_task_name_overrides_default(words: tuple[str, ...], task: str | None) -> None:
+def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
+    words: tuple[str, ...], task: str | None
+) -> None:
     """The task_name in conf/train.yaml must not override the task_name of a preset or of the command line."""
     own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
     assert resolved(*words).task_name == (task or own)

@@ -44,7 +44,7 @@ def trainable(model: nn.Module) -> set[str]:
         (None, {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}),
     ],
 )
-def test_freeze_keeps_remaining_parameters_trainable(which: int | str | None, trained: set[str]) -> None:
+def test_freeze_leaves_only_expected_resnet18_layers_trainable(which: int | str | None, trained: set[str]) -> None:
     model = timm.create_model("resnet18", num_classes=4)
     names = list(model.state_dict())
     freeze(model, which)
@@ -61,7 +61,9 @@ def test_freeze_keeps_remaining_parameters_trainable(which: int | str | None, tr
         (None, 2, r"model\.freeze=2: .*group_matcher"),
     ],
 )
-def test_freeze_refuses_invalid_value(name: str | None, which: int | str, reason: str) -> None:
+def test_model_freeze_refuses_an_invalid_number_of_groups_or_pattern(
+    name: str | None, which: int | str, reason: str
+) -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if name is None else timm.create_model(name)
     with pytest.raises(ValueError, match=reason):
         freeze(model, which)
@@ -123,7 +125,7 @@ def test_frozen_backbone_gives_same_head_under_every_strategy(strategy: str, fro
 
 
 @pytest.mark.processes
-def test_resume_can_unfreeze_backbone(tmp_path: Path) -> None:
+def test_resume_with_freeze_null_trains_the_previously_frozen_backbone(tmp_path: Path) -> None:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
     train_warm(resolved(*words), tmp_path)
     frozen = weights(tmp_path)

@@ -34,7 +34,7 @@ def converted(**given: Any) -> dict[str, Any]:
     return convert(TimmArguments({"data_dir": "/data", **given}))
 
 
-def test_table_lists_every_timm_argument_once_with_timm_default() -> None:
+def test_from_timm_lists_every_argument_of_timm_train_py_once_with_its_default() -> None:
     defaults = {name: row[0] for part in from_timm.PARTS for name, row in TABLE[part].items()} | TABLE["converted"]
     assert len(TIMM) == 173 and defaults == TIMM
     assert sum(len(TABLE[part]) for part in (*from_timm.PARTS, "converted")) == len(TIMM)
@@ -65,12 +65,12 @@ def test_timm_argument_keeps_its_value_in_the_equivalent_config_key(name: str) -
 
 
 @pytest.mark.parametrize("name", TABLE["missing"])
-def test_argument_without_equivalent_key_is_reported_when_given(name: str) -> None:
+def test_timm_argument_without_equivalent_config_key_is_reported_when_given(name: str) -> None:
     assert not any(f" {name}=" in line for line in TimmArguments({}).differences)
     assert any(f" {name}=7;" in line for line in TimmArguments({name: 7}).differences)
 
 
-def test_empty_file_is_converted_to_timm_defaults() -> None:
+def test_empty_timm_args_file_is_converted_to_timm_defaults() -> None:
     settings = {key: value for key, value in converted().items() if value is not None}
     assert settings["data.augment.scale"] == [0.08, 1.0] and settings["data.augment.hflip"] == 0.5
     assert (settings["data.augment.color_jitter"], settings["train.smoothing"]) == (0.4, 0.1)
@@ -94,7 +94,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_matches_timm_learning_rates_and_length(name: str) -> None:
+def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) -> None:
     """timm runs with --sched-on-updates. Without it, timm keeps the learning rate constant within an epoch."""
     given = {"epochs": 8, "warmup_epochs": 2, "min_lr": 1e-4, "lr": 0.1, "sched_on_updates": True, **SCHEDULES[name]}
     settings = converted(**given)
@@ -147,14 +147,14 @@ def test_schedule_matches_timm_learning_rates_and_length(name: str) -> None:
         ({"sync_bn": True}, {"parallel.dist_bn": None, "model.sync_bn": True}),
     ],
 )  # fmt: skip
-def test_dependent_arguments_are_converted_as_timm_interprets_them(
+def test_timm_arguments_that_affect_each_other_are_converted_as_timm_reads_them(
     given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     settings = converted(**given)
     assert {key: settings[key] for key in expected} == expected
 
 
-def test_script_writes_experiment_that_composes_to_converted_values(
+def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The timm command for A2 of "ResNet strikes back" gives the shipped recipe, except for defaults of timm."""
@@ -199,7 +199,7 @@ def test_from_timm_error_names_invalid_config_value_or_file(tmp_path: Path, caps
     assert "args.yaml" in capsys.readouterr().err
 
 
-def test_default_settings_are_omitted_unless_a_config_group_changes_them() -> None:
+def test_from_timm_omits_default_values_unless_a_config_group_changes_them() -> None:
     options, settings = changes(converted())
     assert options == ["data=folder", "parallel=ddp"]
     assert "data.augment.vflip" not in settings and settings["data.augment.color_jitter"] == 0.4

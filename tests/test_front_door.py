@@ -83,7 +83,7 @@ def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_shell_completion_installs_and_completes(tmp_path: Path) -> None:
+def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) -> None:
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
     assert done.returncode == 0, done.stderr
     assert "COMP_WORDBREAKS" in done.stdout

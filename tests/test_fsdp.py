@@ -1,4 +1,4 @@
-"""fsdp: which parts a rank holds, what it computes from them, and what it writes and evaluates together with the others."""
+"""parallel=fsdp: sharded blocks, memory per rank, training, checkpoints, evaluation and traffic."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def local(tensor: Tensor) -> Tensor:
         ("mixer_s32_224", "MixerBlock", 8),
     ],
 )
-def test_blocks_of_timm_model_are_its_repeated_modules(name: str, kind: str, count: int) -> None:
+def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(name: str, kind: str, count: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     blocks = blocks_of(model, groups_of)
@@ -81,12 +81,12 @@ class Own(nn.Module):
             self.layers[0].linear1 = self.layers[1].linear1
 
 
-def test_blocks_of_own_model_are_children_with_children() -> None:
+def test_fsdp_sharded_blocks_of_a_custom_model_are_the_layers_of_its_module_list() -> None:
     model = Own()
     assert blocks_of(model, groups_of) == list(model.layers)
 
 
-def test_blocks_of_own_model_are_those_that_it_names() -> None:
+def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]
@@ -95,12 +95,12 @@ def test_blocks_of_own_model_are_those_that_it_names() -> None:
     assert blocks_of(model, groups_of) == [model.layers[1]]
 
 
-def test_blocks_with_tied_weights_are_left_whole() -> None:
+def test_fsdp_sharded_blocks_exclude_blocks_with_tied_weights() -> None:
     model = Own(tied=True)
     assert blocks_of(model, groups_of) == [model.layers[2]]
 
 
-def test_blocks_inside_of_a_wrapped_timm_model_are_found() -> None:
+def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_blocks_inside_of_a_wrapped_timm_model_are_found() -> None:
     assert len(blocks_of(Wrapped(), groups_of)) == 3
 
 
-def test_vector_layers_are_norms_and_layer_scales() -> None:
+def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
 
@@ -118,7 +118,7 @@ def test_vector_layers_are_norms_and_layer_scales() -> None:
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
-    """Return numbers that this rank holds, and of the whole, of weights, gradients, optimizer state and average."""
+    """Return (number of elements on this rank, in total) for weights, gradients, optimizer state and EMA."""
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
     state.wrapped(*next(parts.train.epoch(0)))[0].backward()
@@ -137,7 +137,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.processes
-def test_each_rank_holds_a_third_of_everything() -> None:
+def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema() -> None:
     of_ranks = in_ranks(sizes_of_parts, 3)
     for name in of_ranks[0]:
         total = of_ranks[0][name][1]
@@ -147,7 +147,7 @@ def test_each_rank_holds_a_third_of_everything() -> None:
 
 
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
-    """Return how many numbers this rank's contents of a checkpoint hold."""
+    """Return the number of tensor elements in the checkpoint contents of this rank."""
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
     parts.state.wrapped(*next(parts.train.epoch(0)))[0].backward()
     parts.state.optimizer.step()
@@ -159,10 +159,10 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
 
 
 @pytest.mark.processes
-def test_only_rank_0_holds_the_whole_model_for_a_checkpoint() -> None:
+def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     first, second = in_ranks(contents_of_checkpoint, 2)
     assert second == 0
-    # Weights, their average and two moments of each.
+    # Weights, their EMA and two AdamW moments.
     blocks = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs).blocks
     assert first > 4 * sum(parameter.numel() for parameter in blocks.parameters())
 
@@ -177,7 +177,7 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
         state, draw = parts.state, torch.Generator().manual_seed(0)
         for step in range(3):
-            # Drawn, because some optimizers enlarge the rounding of gradients near zero.
+            # Random gradients, because some optimizers amplify rounding errors of gradients near zero.
             for parameter in state.model.parameters():
                 parameter.grad = parts.strategy.part(torch.randn(parameter.shape, generator=draw), parameter)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1)
@@ -194,7 +194,7 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
-def test_permitted_optimizer_updates_parts_like_whole_tensors() -> None:
+def test_each_permitted_optimizer_updates_fsdp_shards_like_whole_tensors() -> None:
     [whole] = in_ranks(_without_store, 1)
     of_ranks = in_ranks(three_steps_of_each_optimizer, 2)
     for name, expected in whole.items():
@@ -224,7 +224,7 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.processes
-def test_accumulated_batches_reduce_gradients_once() -> None:
+def test_fsdp_reduces_gradients_once_per_step_when_batches_are_accumulated() -> None:
     for one, three in in_ranks(collectives_of_a_step, 2):
         scattered = next(name for name in one if "reduce_scatter" in name)
         gathered = next(name for name in one if "allgather" in name or "all_gather" in name)
@@ -263,7 +263,9 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
     ],
     ids=["bf16", "fp16", "bf16_with_batchnorm"],
 )
-def test_matrices_are_gathered_in_16_bits_and_vectors_in_32(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     of_ranks = in_ranks(trained, 2, str(tmp_path), *overrides)
     low = "torch.float16" if "train.precision=fp16" in overrides else "torch.bfloat16"
     assert of_ranks[0]["seen"]["Linear"] == low
@@ -286,7 +288,9 @@ def test_matrices_are_gathered_in_16_bits_and_vectors_in_32(tmp_path: Path, over
         ("model.channels_last=true",),
     ],
 )
-def test_training_with_other_settings_matches_single(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     of_ranks = in_ranks(trained, 2, str(tmp_path), *overrides)
     (tmp_path / "alone").mkdir()
     [alone] = in_ranks(trained, 1, str(tmp_path / "alone"), *overrides)
@@ -324,21 +328,21 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
 
 
 @pytest.mark.processes
-def test_evaluation_waits_for_a_rank_with_more_batches() -> None:
+def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
     of_ranks = in_ranks(_evaluated_without_count, 3, False)
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     assert of_ranks[0] is not None and of_ranks[0][0] == 17
 
 
 @pytest.mark.processes
-def test_evaluation_stops_on_all_ranks_when_one_got_a_signal() -> None:
+def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> None:
     assert in_ranks(_evaluated_without_count, 3, True) == [None] * 3
 
 
 def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     from src.engine.runtime import evaluation
 
-    # The shares of the test are not those of the sampler.
+    # This test gives the ranks other shares than the sampler does, so the check of the sample count is replaced.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return evaluated(ranks, store, stops)
 
@@ -356,7 +360,7 @@ def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float 
         (4, 2, None, False, 1, 800),  # and 2 (2 - 1) / 2 of half of the gradients
     ],
 )
-def test_traffic_counts_gathered_weights_and_reduced_gradients(
+def test_fsdp_traffic_counts_bytes_of_gathered_weights_and_reduced_gradients(
     world: int, shards: int, dtype: torch.dtype | None, kept: bool, accumulate: int, busiest: int
 ) -> None:
     model = nn.Linear(10, 10, bias=False)  # 400 bytes

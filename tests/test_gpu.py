@@ -47,7 +47,9 @@ def loss_on_cpu(train_shared: Train) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
 @pytest.mark.parametrize(("way", "precision"), RUNS)
-def test_strategy_trains_on_gpu(train: Train, loss_on_cpu: float, way: str, precision: str) -> None:
+def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
+    train: Train, loss_on_cpu: float, way: str, precision: str
+) -> None:
     if way.startswith("two") and torch.cuda.device_count() > 1:
         pytest.skip("there are several devices")
     overrides = (*WAYS[way], "parallel.accelerator=cuda", f"train.precision={precision}")

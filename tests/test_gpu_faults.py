@@ -41,13 +41,15 @@ def fault_environment(kind: str, mark: Path) -> dict[str, str]:
     [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
     ids=["killed", "stopped"],
 )
-def test_error_names_dead_or_stopped_rank(train: Train, accelerator: str, kind: str, message: str) -> None:
+def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
+    train: Train, accelerator: str, kind: str, message: str
+) -> None:
     done = train(*overrides(accelerator), environment=fault_environment(kind, train.base / "mark"))
     assert done.returncode == 1 and message in done.stderr, done.output
 
 
 @on_both
-def test_sweep_continues_when_one_rank_runs_out_of_memory(train: Train, accelerator: str) -> None:
+def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(train: Train, accelerator: str) -> None:
     sweep = train.base / "sweep"
     environment = fault_environment("no_memory", train.base / "mark")
     done = train(
@@ -59,7 +61,7 @@ def test_sweep_continues_when_one_rank_runs_out_of_memory(train: Train, accelera
 
 
 @on_cuda
-def test_stop_signal_saves_checkpoint_and_exits(train: Train, accelerator: str) -> None:
+def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(train: Train, accelerator: str) -> None:
     running = train.start(*overrides(accelerator), "train.epochs=500", "train.log_every=1")
     running.wait_for_steps()
     done = running.signal(signal.SIGTERM)

@@ -31,7 +31,7 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_folder_of_jpeg_and_png_trains_under_ddp(tmp_path: Path) -> None:
+def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> None:
     classes = {"café": 21, "dog": 13, "owl": 17}
     root = image_folder(
         tmp_path / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
@@ -67,7 +67,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_folder_without_class_folder_layout_is_refused(
+def test_image_folder_with_missing_splits_or_classes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     counts, message = BAD[name]

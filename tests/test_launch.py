@@ -76,7 +76,7 @@ def check_equal(done: Finished, other: Finished) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_two_rank_run_writes_each_record_once_and_compares_ranks(by_torchrun: Finished) -> None:
+def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(by_torchrun: Finished) -> None:
     check(by_torchrun)
 
 
@@ -96,7 +96,7 @@ def test_concurrent_runs_with_same_folder_name_get_separate_folders(by_torchrun:
         check_equal(run, by_torchrun)
 
 
-def test_run_removes_its_temporary_files(by_torchrun: Finished, train_shared: Train) -> None:
+def test_run_leaves_no_files_in_the_temporary_folder(by_torchrun: Finished, train_shared: Train) -> None:
     left = [path for path in train_shared.temporary.iterdir() if not path.name.startswith("torchelastic_")]
     assert left == [], "expected no files except the log folder of torchrun"
 
@@ -125,15 +125,3 @@ def test_sweep_is_refused_under_torchrun(train: Train) -> None:
     stderr = "".join(done.stderr for done in ended)
     assert stderr.count("python train.py -m") == 1, stderr
     assert not (train.base / "sweep").exists()
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_error_names_missing_variable_when_rank_environment_is_incomplete(
-    train: Train, variables: dict[str, str]
-) -> None:
-    done = train.start(environment=variables).finish()
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "LOCAL_RANK" in done.stderr and "torchrun" in done.stderr
-    assert not done.folder.exists()

@@ -35,20 +35,20 @@ def out_of_step(pins: str, lock: str) -> list[str]:
     return [f"{name}=={version}" for name, version in pinned if list(packages.get(canonical(name), {})) != [version]]
 
 
-def test_lock_file_matches_the_requirements() -> None:
+def test_requirements_lock_matches_requirements_txt() -> None:
     assert out_of_step(PINS, LOCK) == [], "run make lock"
 
 
 @pytest.mark.parametrize(
     ("old", "new"), [(r"^timm==.*$", "timm==0.0.1"), (r"\Z", "einops==0.8.0\n"), (r"^rich==", "richer==")]
 )
-def test_changed_requirement_is_detected(old: str, new: str) -> None:
+def test_lock_check_detects_a_changed_added_or_renamed_requirement(old: str, new: str) -> None:
     changed = re.sub(old, new, PINS, count=1, flags=re.MULTILINE)
     assert changed != PINS
     assert len(out_of_step(changed, LOCK)) == 1
 
 
-def test_every_locked_package_has_hashes() -> None:
+def test_every_package_in_requirements_lock_has_hashes() -> None:
     packages = locked(LOCK)
     assert [name for name, versions in packages.items() if not all(versions.values())] == []
     assert {"antlr4-python3-runtime", "sympy", "pillow", "sqlalchemy", "setuptools"} <= set(packages)
@@ -56,5 +56,5 @@ def test_every_locked_package_has_hashes() -> None:
     assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), "only pins and hashes"
 
 
-def test_lock_file_contains_no_path_or_url() -> None:
+def test_requirements_lock_contains_no_path_or_url() -> None:
     assert not re.search(r"https?://|file:|--(extra-)?index-url|--find-links|/(opt|home|root|tmp)/", LOCK)

@@ -129,11 +129,11 @@ def test_source_file_follows_import_rules_and_naming_and_size_limits(path: Path)
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_size_of_the_code_stays_within_its_limit(name: str) -> None:
+def test_line_counts_and_import_levels_of_src_stay_within_their_limits(name: str) -> None:
     assert measure()[name] <= LIMITS[name]
 
 
-def test_no_import_cycle_exists_between_files_or_packages() -> None:
+def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
     assert find_cycle() == []
 
 
@@ -181,12 +181,14 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
         ("src/train/run.py", "def f():\n" + "    pass\n" * 60, "f has 61 lines"),
     ],
 )
-def test_broken_import_rule_is_detected(file: str, source: str, complaint: str) -> None:
+def test_architecture_check_reports_forbidden_imports_and_long_functions(
+    file: str, source: str, complaint: str
+) -> None:
     assert any(complaint in line for line in broken_rules(file, source))
 
 
 @pytest.mark.parametrize("path", OPTION_FILES, ids=name_of)
-def test_option_file_starts_with_its_purpose_and_command(path: Path) -> None:
+def test_hydra_yaml_file_starts_with_comments_on_its_purpose_and_command(path: Path) -> None:
     opening = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -26,7 +26,7 @@ def ended(folder: Path, job: int, status: str = "done") -> None:
     write_result(folder / str(job), Result(status, strategy="single", devices=1, world_size=1, seconds={"total": 1.0}))
 
 
-def test_array_tasks_are_bound_to_their_folders(tmp_path: Path) -> None:
+def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a sweep"
     script = submitted(folder, "seed=1,2,3", "sweep.jobs=2", "cluster.cpus=4")
     assert "#SBATCH --array=0,1,2%2" in script
@@ -38,7 +38,7 @@ def test_array_tasks_are_bound_to_their_folders(tmp_path: Path) -> None:
     assert "#SBATCH --array=0,1\n" in submitted(tmp_path / "auto", "seed=1,2", "sweep.jobs=auto")
 
 
-def test_array_tasks_update_jobs_json_and_the_last_task_writes_the_report(tmp_path: Path) -> None:
+def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     submitted(folder, "seed=1,2,3")
     ended(folder, 1)
@@ -54,7 +54,9 @@ def test_array_tasks_update_jobs_json_and_the_last_task_writes_the_report(tmp_pa
     assert (folder / "report.html").exists()
 
 
-def test_sweep_resume_submits_only_the_missing_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "sweep"
     submitted(folder, "seed=1,2,3", "sweep.jobs=2")
     ended(folder, 1)
@@ -83,7 +85,9 @@ def test_sweep_resume_submits_only_the_missing_jobs(tmp_path: Path, monkeypatch:
         (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "sweep.jobs=2: sweep.timed=true"),
     ],
 )
-def test_invalid_array_settings_are_refused(words: tuple[str, ...], named: str, tmp_path: Path) -> None:
+def test_slurm_sweep_is_refused_when_settings_cannot_run_as_job_array(
+    words: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=named):
         submitted(tmp_path / "sweep", *words)
     assert not (tmp_path / "sweep").exists()

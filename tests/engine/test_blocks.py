@@ -45,7 +45,7 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4, **settings: Any)
     return read_jobs(folder)
 
 
-def test_each_block_runs_every_configuration_once_in_sequence(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five)
     ran = [job for job in jobs.jobs if job.status != "skipped"]
     assert [job.position for job in jobs.jobs] == list(range(len(jobs.jobs))) == [job.id for job in jobs.jobs]
@@ -58,7 +58,7 @@ def test_each_block_runs_every_configuration_once_in_sequence(tmp_path: Path, fi
     )
 
 
-def test_block_orders_differ_and_can_be_reproduced_from_the_recorded_seed(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(tmp_path: Path, five: list[Point]) -> None:
     drawn = [frozen(tmp_path / str(number), five) for number in range(2)]
     orders = [[[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)] for jobs in drawn]
     assert drawn[0].order_seed != drawn[1].order_seed
@@ -70,7 +70,7 @@ def test_block_orders_differ_and_can_be_reproduced_from_the_recorded_seed(tmp_pa
     assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
 
 
-def test_blocks_keep_the_written_order_without_shuffle(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five, shuffle=False)
     written = [point.overrides for point in five if not point.reason]
     assert jobs.order_seed is None
@@ -78,7 +78,7 @@ def test_blocks_keep_the_written_order_without_shuffle(tmp_path: Path, five: lis
         assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
-def test_repeat_b_of_a_sweep_has_the_seed_of_the_first_plus_b(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five)
     first = {tuple(job.overrides): job for job in blocks_of(jobs)[0]}
     for job in jobs.jobs:
@@ -93,7 +93,7 @@ def test_repeat_b_of_a_sweep_has_the_seed_of_the_first_plus_b(tmp_path: Path, fi
     assert load_config(tmp_path / jobs.jobs[-2].folder).seed == 10
 
 
-def test_later_block_ignores_yaml_edited_after_the_first_block(
+def test_added_sweep_repeat_copies_saved_job_configs_instead_of_composing_conf_again(
     tmp_path: Path, five: list[Point], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = frozen(tmp_path, five, repeats=1)
@@ -108,14 +108,14 @@ def test_later_block_ignores_yaml_edited_after_the_first_block(
     assert [load_config(tmp_path / job.folder).train.epochs for job in blocks_of(jobs)[1]] == [9] * 5
 
 
-def test_hydra_files_of_a_later_block_have_its_seed(tmp_path: Path, five: list[Point]) -> None:
+def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five, repeats=2)
     later = tmp_path / blocks_of(jobs)[1][0].folder
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
     assert compose_run(get_args_parser().parse_args([f"resume={later}"])).config.seed == 8
 
 
-def test_baseline_runs_first_and_last_outside_the_blocks(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_baseline_runs_once_before_and_once_after_all_repeats(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five)
     first, last = jobs.jobs[0], jobs.jobs[-1]
     assert [first.block, last.block] == [None, None]
@@ -149,7 +149,7 @@ def run_all(jobs: Jobs, noise: float, failing: str = "", noisy: str = "", on: st
 
 
 @pytest.mark.parametrize(("noise", "blocks"), [(0.001, 3), pytest.param(0.1, 6, marks=pytest.mark.slow)])
-def test_sweep_repeats_auto_adds_repeats_until_intervals_are_narrow_or_limit_is_reached(
+def test_sweep_repeats_auto_adds_repeats_until_intervals_are_narrow_or_max_repeats(
     tmp_path: Path, five: list[Point], noise: float, blocks: int
 ) -> None:
     """Blocks differ by half their speed. This does not add blocks, because the analysis removes block effects."""
@@ -163,7 +163,7 @@ def test_sweep_repeats_auto_adds_repeats_until_intervals_are_narrow_or_limit_is_
 
 
 @pytest.mark.parametrize(("on", "blocks"), [("cpu", 3), pytest.param("cuda", 4, marks=pytest.mark.slow)])
-def test_sweep_repeats_auto_adds_repeats_only_while_a_reported_ratio_is_imprecise(
+def test_sweep_repeats_auto_adds_repeats_for_noisy_dp_on_cuda_but_not_on_cpu(
     tmp_path: Path, five: list[Point], on: str, blocks: int
 ) -> None:
     """dp on CPU is not compared, so its noise does not add blocks. The noise of dp on CUDA does."""
@@ -174,7 +174,7 @@ def test_sweep_repeats_auto_adds_repeats_only_while_a_reported_ratio_is_imprecis
 
 
 @pytest.mark.slow
-def test_sweep_repeats_auto_does_not_repeat_configurations_that_failed(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_auto_adds_no_repeats_of_failed_configurations(tmp_path: Path, five: list[Point]) -> None:
     for point in five:
         point.config.sweep = SweepConfig(repeats="auto", max_repeats=4)
     jobs = freeze_jobs(tmp_path, five, five[0].config.sweep, order_seed=1)
@@ -183,26 +183,26 @@ def test_sweep_repeats_auto_does_not_repeat_configurations_that_failed(tmp_path:
 
 
 @pytest.mark.parametrize("word", ["sweep.repeats=often", "sweep.repeats=0", "sweep.precision=0", "sweep.max_repeats=1"])
-def test_invalid_sweep_design_is_refused(word: str) -> None:
+def test_invalid_sweep_repeats_precision_or_max_repeats_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=word.partition("=")[0]):
         points(word, "parallel=single,ddp")
 
 
-def test_sweep_over_seed_is_refused_when_blocks_change_the_seed() -> None:
+def test_sweep_over_seed_is_refused_when_sweep_repeats_is_greater_than_1() -> None:
     swept = points("seed=1,2")
     with pytest.raises(ValueError, match=r"sweep\.repeats=3: .*seed"):
         check_blocks(swept, SweepConfig(repeats=3))
     check_blocks(swept, SweepConfig())
 
 
-def test_sweep_is_refused_when_no_point_has_the_baseline() -> None:
+def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None:
     swept = points("optim.lr=0.1,0.2")
     check_blocks(swept, SweepConfig(baseline="optim.lr=2e-1"))
     with pytest.raises(ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"):
         check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
 
 
-def test_jobs_file_from_an_earlier_version_is_read(tmp_path: Path) -> None:
+def test_read_jobs_accepts_jobs_json_of_format_1_from_an_earlier_version(tmp_path: Path) -> None:
     job = {"id": 0, "name": "x", "folder": "0", "overrides": [], "repeat": 2, "status": "done"}
     head = {"format": 1, "command": "train.py -m", "created": "2026-01-01T00:00:00", "status": "done"}
     (tmp_path / "jobs.json").write_text(json.dumps({**head, "jobs": [job]}))
@@ -211,7 +211,7 @@ def test_jobs_file_from_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
-def test_benchmark_experiment_has_enough_training_data_for_its_steps(
+def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weak scaling on eight devices has four steps per epoch."""

@@ -31,7 +31,7 @@ def run(folder: Path, losses: list[float], speed: float = 100.0, **result: Any) 
     return folder
 
 
-def test_compare_runs_ignores_values_that_depend_on_the_clock(tmp_path: Path) -> None:
+def test_compare_runs_compares_loss_but_not_time_speed_or_memory_metrics(tmp_path: Path) -> None:
     (curve,) = compare(run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", [2.0, 1.0], speed=7.0), 0.0)
     assert (curve.name, curve.points, curve.largest, curve.differs_at) == ("train/loss", 2, 0.0, None)
 
@@ -61,7 +61,7 @@ def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> N
         ({"losses": [2.0, 1.0], "val": {"samples": 10}}, "val samples"),
     ],
 )
-def test_compare_runs_refuses_runs_with_different_training_settings(
+def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
     tmp_path: Path, other: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=expected) as refusal:
@@ -77,7 +77,7 @@ def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
         parser.parse_intermixed_args([f"tolerance={word}"])
 
 
-def test_script_exits_130_with_one_line_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     @errors_in_one_line
     def main(argv: list[str]) -> int:
         raise KeyboardInterrupt
@@ -87,7 +87,7 @@ def test_script_exits_130_with_one_line_when_interrupted(capsys: pytest.CaptureF
 
 
 @pytest.mark.processes
-def test_compare_runs_script_exits_with_0_1_or_2(tmp_path: Path) -> None:
+def test_compare_runs_script_exits_0_when_equal_1_when_different_2_when_refused(tmp_path: Path) -> None:
     a, b, c = (run(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.1]), ("c", [2.0])))
     for other, code, expected in ((a, 0, "agree"), (b, 1, "differ from step 2 on: 1 and 1.1"), (c, 2, "")):
         command = [sys.executable, "scripts/compare_runs.py", str(a), str(other)]

@@ -30,7 +30,9 @@ def idle_teams() -> int:
     return sum(thread.name.startswith("idle team") for thread in threading.enumerate())
 
 
-def test_thread_watcher_keeps_idle_openmp_teams_while_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)
     pace = 0.0  # seconds waited per second
     waited, moved_at = 0.0, time.monotonic()
@@ -62,7 +64,7 @@ def test_thread_watcher_keeps_idle_openmp_teams_while_threads_wait(monkeypatch: 
 
 
 @linux
-def test_thread_watcher_ends_its_threads_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmp_watcher_thread_ends_in_its_atexit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is inside torch during interpreter shutdown aborts the process."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -78,7 +80,7 @@ def test_thread_watcher_ends_its_threads_at_exit(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_thread_watcher_does_not_start_when_the_user_set_openmp_variables(
+def test_openmp_watcher_does_not_start_when_omp_wait_policy_or_gomp_spincount_is_set(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "1")
@@ -87,12 +89,12 @@ def test_thread_watcher_does_not_start_when_the_user_set_openmp_variables(
     watch_openmp_oversubscription.cache_clear()
 
 
-def test_thread_watcher_does_not_start_when_the_process_has_one_thread() -> None:
+def test_openmp_watcher_does_not_start_when_process_has_one_openmp_thread() -> None:
     assert watch_openmp_oversubscription(1) is None
 
 
 @linux
-def test_seconds_waited_counts_time_of_threads_waiting_for_a_core() -> None:
+def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_its_core() -> None:
     """Two busy processes share one core with this process."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
@@ -141,7 +143,7 @@ print(spinning, steps(1.5))
 @linux
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="one core")
-def test_openmp_threads_sleep_at_barriers_when_idle_teams_exist() -> None:
+def test_openmp_watcher_makes_steps_3_times_faster_when_two_threads_share_one_core() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", ON_ONE_CORE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

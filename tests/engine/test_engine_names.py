@@ -77,16 +77,16 @@ def engine_names(registered: set[str], engine: Path = ENGINE) -> set[tuple[str, 
     }
 
 
-def test_engine_does_not_name_metrics_datasets_or_losses() -> None:
+def test_strings_in_engine_code_contain_no_metric_dataset_or_loss_names() -> None:
     assert engine_names({*METRICS, *DATASETS, *LOSSES} - set(EVERYDAY)) == set()
 
 
-def test_engine_names_strategies_only_where_it_compares_or_advises() -> None:
+def test_strings_in_engine_code_name_strategies_only_in_listed_files() -> None:
     places = {file for file, _ in engine_names(set(STRATEGIES)) if not file.startswith(COMPARE_STRATEGIES)}
     assert places == set(NAME_STRATEGIES)
 
 
-def test_everyday_words_list_contains_only_registered_names() -> None:
+def test_list_of_allowed_everyday_words_contains_only_metric_dataset_and_loss_names() -> None:
     assert set(EVERYDAY) <= {*METRICS, *DATASETS, *LOSSES}
 
 
@@ -104,7 +104,7 @@ def test_everyday_words_list_contains_only_registered_names() -> None:
         ("accuracy = record['accelerator']", set()),
     ],
 )
-def test_registered_name_is_found_in_source(source: str, names: set[str]) -> None:
+def test_engine_name_check_finds_metric_and_dataset_names_in_source_strings(source: str, names: set[str]) -> None:
     assert {name for text in strings_of(source) for name in names_in_text(text)} & {*METRICS, *DATASETS} == names
 
 
@@ -153,7 +153,7 @@ def run_in(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow(seconds=150)
 @pytest.mark.processes
-def test_engine_works_when_metrics_datasets_and_losses_are_renamed(tmp_path: Path) -> None:
+def test_training_and_engine_tests_pass_when_metrics_datasets_and_losses_are_renamed(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):

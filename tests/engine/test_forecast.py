@@ -34,7 +34,7 @@ def strong(*counts: int, noise: random.Random | None = None, repeats: int = 1) -
     return [run(n, 256 / n, noise=draw()) for n in counts for _ in range(repeats)]
 
 
-def test_step_time_is_compute_plus_exposed_part_of_all_reduce() -> None:
+def test_forecast_step_time_is_compute_plus_exposed_part_of_ring_all_reduce() -> None:
     assert TRUE.ring(1) == 0
     assert TRUE.ring(4) == pytest.approx(2 * 3 * 30e-6 + 2 * 3 / 4 * 1e8 / 2e9)
     compute = 0.004 + 0.001 * 64
@@ -45,7 +45,7 @@ def test_step_time_is_compute_plus_exposed_part_of_all_reduce() -> None:
     )
 
 
-def test_forecast_recovers_the_model_behind_measurements() -> None:
+def test_forecast_reproduces_speeds_of_the_scaling_model_behind_its_measurements() -> None:
     answer = forecast(strong(1, 2, 4, 8))
     assert answer.error is not None and answer.error < 0.05
     for row in answer.strong:
@@ -62,7 +62,7 @@ def test_forecast_recovers_the_model_behind_measurements() -> None:
     assert answer.strong[4].measured is None
 
 
-def test_forecast_interval_from_noisy_measurements_contains_true_value() -> None:
+def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None:
     held = 0
     for seed in range(3):
         answer = forecast(strong(1, 2, 4, noise=random.Random(seed), repeats=3), counts=(2, 8, 16))
@@ -91,7 +91,7 @@ def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs(
     assert [note.partition(" runs")[0] for note in notes_on(TRUE, runs)] == ["3 of 4"]
 
 
-def test_forecast_warns_when_its_model_does_not_fit_measurements() -> None:
+def test_forecast_warns_when_its_leave_one_out_error_exceeds_15_percent() -> None:
     odd = [*strong(1, 2, 4), Measured(8, 256, 3 * TRUE.seconds(8, 32), TRUE.gradient_bytes, None)]
     answer = forecast(odd)
     assert answer.error is not None and answer.error > 0.15
@@ -109,7 +109,7 @@ def undescribed() -> list[Measured]:
     return [replace(run, seconds=run.seconds * factor) for run in runs for factor in (0.999, 1.001)]
 
 
-def test_forecast_warns_when_it_misses_measured_device_counts() -> None:
+def test_forecast_warns_and_widens_intervals_when_its_fit_misses_measured_speeds() -> None:
     answer = forecast(undescribed(), counts=(2, 10_000))
     measured = [row for row in answer.strong + answer.weak if row.measured is not None]
     missed = max(abs(row.speed / row.measured - 1) for row in measured if row.measured)
@@ -123,7 +123,7 @@ def test_forecast_warns_when_it_misses_measured_device_counts() -> None:
         )
 
 
-def test_forecast_prints_readable_numbers(tmp_path: Path) -> None:
+def test_forecast_prints_numbers_without_exponents_and_counts_flagged_runs(tmp_path: Path) -> None:
     folder = sweep_folder(tmp_path)
     text = "\n".join(as_text(forecast_sweep(folder, counts=(2, 100_000))))
     assert re.search(r"\de[+-]?\d", text) is None, text
@@ -135,7 +135,7 @@ def test_forecast_prints_readable_numbers(tmp_path: Path) -> None:
     assert "1 of 3 runs" in "\n".join(as_text(forecast_sweep(folder)))
 
 
-def test_forecast_error_compares_each_batch_size_with_its_forecast() -> None:
+def test_forecast_error_is_below_5_percent_when_exact_measurements_vary_batch_size() -> None:
     """In a sweep that also varies data.batch_size, the model that generated all measurements must match all of them."""
     runs = [run(devices, batch / devices) for devices in (1, 2, 4) for batch in (64, 256)]
     answer = forecast(runs)
@@ -184,7 +184,7 @@ def sweep_folder(folder: Path, neighbours: int = 0, warm_up: int | None = None) 
     return folder
 
 
-def test_forecast_reads_a_sweep_folder(tmp_path: Path) -> None:
+def test_forecast_of_a_sweep_folder_returns_measured_speeds_per_model_as_text_and_json(tmp_path: Path) -> None:
     answers = forecast_sweep(sweep_folder(tmp_path), counts=(2, 8))
     assert list(answers) == ["model=resnet18"]
     answer: Answer = answers["model=resnet18"]
@@ -194,11 +194,11 @@ def test_forecast_reads_a_sweep_folder(tmp_path: Path) -> None:
     assert "Gbit/s" in text and "strong" in text and "weak" in text
 
 
-def test_forecast_ignores_the_warm_up_run(tmp_path: Path) -> None:
+def test_forecast_ignores_the_warm_up_run_of_a_sweep(tmp_path: Path) -> None:
     [answer] = forecast_sweep(sweep_folder(tmp_path, warm_up=1), counts=(2, 8)).values()
     assert answer.weak[0].measured == pytest.approx(TRUE.speed(1, 64))
 
 
-def test_forecast_ignores_runs_with_concurrent_jobs(tmp_path: Path) -> None:
+def test_forecast_is_refused_when_all_runs_had_concurrent_jobs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parallel\.devices"):
         forecast_sweep(sweep_folder(tmp_path, neighbours=1))

@@ -70,7 +70,7 @@ def train(
             clock.now += logging
 
 
-def test_throughput_is_images_per_second(clock: Time) -> None:
+def test_throughput_divides_all_images_by_all_seconds_after_the_warm_up(clock: Time) -> None:
     """Each burst has nine fast steps and a slow one. The median step is 64 images in 0.01 s."""
     meter = Meter(64, 50)
     train(meter, clock, [0.01] * 10 + ([0.01] * 9 + [1.0]) * 4)
@@ -81,7 +81,7 @@ def test_throughput_is_images_per_second(clock: Time) -> None:
     assert (measured["steps_timed"], measured["seconds_timed"]) == (40, pytest.approx(4.36))
 
 
-def test_measured_time_includes_data_and_logging_but_not_evaluation(clock: Time) -> None:
+def test_throughput_time_includes_data_and_logging_but_not_evaluation(clock: Time) -> None:
     meter = Meter(1, 60)
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     meter.pause()
@@ -108,7 +108,7 @@ class Meters:
         return 10 * self.clock.now + 990 * max(0.0, self.clock.now - 1000)
 
 
-def test_energy_of_the_window_excludes_warm_up_and_evaluation(clock: Time) -> None:
+def test_energy_of_timed_steps_excludes_warm_up_and_evaluation(clock: Time) -> None:
     gpu: Any = Meters(clock)
     energy = usage.Energy([gpu])
     meter = Meter(1, 60, energy=energy)
@@ -123,7 +123,7 @@ def test_energy_of_the_window_excludes_warm_up_and_evaluation(clock: Time) -> No
     assert total == pytest.approx(10 * 2006 + 990 * (100 + 2006 - 1000))
 
 
-def test_throughput_of_both_halves_shows_drift(clock: Time) -> None:
+def test_throughput_reports_speed_of_first_and_second_half_of_timed_steps(clock: Time) -> None:
     meter = Meter(10, 50)
     train(meter, clock, [9.0] * 10 + [0.1] * 20 + [0.2] * 20)
     assert meter.throughput()["halves"] == pytest.approx([100, 50])
@@ -139,7 +139,7 @@ def test_recent_throughput_is_measured_between_the_last_two_sync_steps(clock: Ti
     assert meter.recent() == pytest.approx(50)
 
 
-def test_gpu_intervals_are_weighted_by_their_steps(clock: Time) -> None:
+def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clock: Time) -> None:
     """An epoch of 37 steps: intervals of 10, 10, 10, 1 and 6, because a checkpoint is saved after step 31."""
     meter = Meter(1, 111, Gpu(clock, 0.1))
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_gpu_intervals_are_weighted_by_their_steps(clock: Time) -> None:
     )
 
 
-def test_gpu_first_step_time_does_not_wait_for_sync_step(clock: Time) -> None:
+def test_gpu_first_step_time_is_recorded_before_the_first_sync_step(clock: Time) -> None:
     gpu = Gpu(clock, 3.0)
     meter = Meter(1, 100, gpu)
     train(meter, clock, [0.001] * 100)
@@ -163,7 +163,7 @@ def test_gpu_first_step_time_does_not_wait_for_sync_step(clock: Time) -> None:
     assert gpu.waits == 2, "the process may wait only after the first step and at the start of the measurement"
 
 
-def test_gpu_measurement_starts_after_ten_steps_when_between_sync_steps(clock: Time) -> None:
+def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Time) -> None:
     started_at: list[float] = []
     meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))
     train(meter, clock, [0.0] * 100, log_every=100)
@@ -181,7 +181,7 @@ def test_gpu_data_wait_counts_only_time_in_which_the_device_is_idle(
     assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
 
 
-def test_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> None:
+def test_step_time_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> None:
     """Intervals of 1, 5 and 4 steps: the median is the fifth of ten steps, and the 95 % quantile the tenth."""
     meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
     for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):
@@ -192,7 +192,7 @@ def test_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> 
     assert measured["step_ms_p95"] == pytest.approx(milliseconds[9])
 
 
-def test_short_run_measures_three_quarters_of_its_steps() -> None:
+def test_throughput_warm_up_is_a_quarter_of_the_steps_and_at_most_10_steps() -> None:
     for steps, untimed in ((1, 1), (3, 1), (4, 1), (12, 3), (40, 10), (10_000, 10)):
         assert Meter(1, steps)._warm_up == untimed
 

@@ -52,7 +52,7 @@ def play(
     return schedule
 
 
-def test_scheduler_keeps_eight_devices_busy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_scheduler_keeps_8_gpus_over_80_percent_busy(capsys: pytest.CaptureFixture[str]) -> None:
     needs = [cuda(count) for count in (1, 1, 2, 4, 1, 4, 2, 1, 1, 4, 2, 1)]
     seconds = [3.0, 2, 4, 5, 1, 3, 2, 4, 2, 4, 3, 1]
     schedule = play(needs, seconds, EIGHT)
@@ -64,14 +64,14 @@ def test_scheduler_keeps_eight_devices_busy(capsys: pytest.CaptureFixture[str]) 
     assert [job for _, _, job, _ in schedule][:2] == [3, 5], "the largest job must start first"
 
 
-def test_scheduler_never_shares_a_device_or_starves_a_large_job() -> None:
+def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
     draw = random.Random(0)
     for _ in range(200):
         needs = [cuda(draw.choice((1, 1, 1, 2, 3, 4, 8))) for _ in range(draw.randint(1, 20))]
         play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
 
 
-def test_large_job_starts_before_smaller_jobs_that_come_later() -> None:
+def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_jobs() -> None:
     scheduler = DeviceScheduler(EIGHT)
     for job in range(6):
         assert scheduler.start_next([(job, cuda(1))])
@@ -82,7 +82,7 @@ def test_large_job_starts_before_smaller_jobs_that_come_later() -> None:
     assert scheduler.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
 
 
-def test_device_kinds_are_independent_and_alone_excludes_other_jobs() -> None:
+def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alone() -> None:
     scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
     assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
     assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (2, ["0"])
@@ -102,7 +102,7 @@ def test_device_kinds_are_independent_and_alone_excludes_other_jobs() -> None:
     assert scheduler.start_next([(2, Requirement("cpu", 1))]) is None, "the running job must be alone"
 
 
-def test_scheduler_keeps_job_order_when_jobs_run_one_at_a_time() -> None:
+def test_device_scheduler_starts_jobs_in_order_when_max_jobs_is_1() -> None:
     scheduler = DeviceScheduler({"cpu": ["0", "1"]}, max_jobs=1)
     assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, Requirement("cpu", 4))]) == (0, ["0"])
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) is None
@@ -110,7 +110,7 @@ def test_scheduler_keeps_job_order_when_jobs_run_one_at_a_time() -> None:
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])
 
 
-def test_next_job_waits_for_the_end_of_others_when_memory_is_short() -> None:
+def test_device_scheduler_runs_one_job_at_a_time_when_memory_is_short() -> None:
     scheduler = DeviceScheduler(EIGHT)
     assert scheduler.start_next([(0, cuda(1)), (1, cuda(1))], lambda: False) == (0, ["GPU-0"])
     assert scheduler.start_next([(1, cuda(1))], lambda: False) is None

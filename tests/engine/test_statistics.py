@@ -44,7 +44,7 @@ def noisy(points: dict[str, float], blocks: int, seed: int, noise: float = 0.05)
     ]
 
 
-def test_estimate_for_two_configurations_in_blocks_equals_a_paired_t_test() -> None:
+def test_speed_ratio_interval_of_measurements_in_blocks_equals_paired_t_test() -> None:
     rows = noisy({"a": 110, "b": 100}, 6, seed=1)
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_rel(a, b).confidence_interval(1 - LEVEL)
@@ -53,7 +53,7 @@ def test_estimate_for_two_configurations_in_blocks_equals_a_paired_t_test() -> N
     assert result.ratio == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
 
 
-def test_estimate_for_two_configurations_without_blocks_equals_unpaired_t_test() -> None:
+def test_speed_ratio_interval_of_measurements_without_blocks_equals_unpaired_t_test() -> None:
     rows = [(name, "all", value) for name, _, value in noisy({"a": 110, "b": 100}, 6, seed=2)]
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_ind(a, b).confidence_interval(1 - LEVEL)
@@ -62,7 +62,7 @@ def test_estimate_for_two_configurations_without_blocks_equals_unpaired_t_test()
 
 
 @given(st.integers(0, 10_000))
-def test_estimate_from_incomplete_blocks_matches_least_squares(seed: int) -> None:
+def test_log_speed_difference_from_incomplete_blocks_matches_least_squares(seed: int) -> None:
     draw = np.random.default_rng(seed)
     full = noisy({"a": 110, "b": 100, "c": 90}, 5, seed)
     rows = [row for row in full for _ in range(draw.choice([0, 1, 1, 2]))]
@@ -81,21 +81,21 @@ def test_estimate_from_incomplete_blocks_matches_least_squares(seed: int) -> Non
     assert result.error == pytest.approx(noise * math.sqrt(weights @ np.linalg.pinv(design.T @ design) @ weights))
 
 
-def test_estimate_removes_block_effects() -> None:
+def test_speed_ratio_is_supported_when_block_speeds_differ_fourfold_but_ratio_does_not() -> None:
     speeds = {"a": [110, 55, 221], "b": [100, 50.4, 200]}  # blocks differ fourfold, the ratio hardly
     [result] = decide(estimate(table(speeds), [("a", "b")]))
     assert result.verdict == SUPPORTED and result.low is not None and result.low > 1.08
 
 
 @given(st.integers(0, 10_000))
-def test_ratio_of_a_reversed_pair_has_the_reciprocal_interval(seed: int) -> None:
+def test_speed_ratio_of_a_reversed_pair_has_the_reciprocal_interval(seed: int) -> None:
     rows = noisy({"a": 103, "b": 100, "c": 99}, 3, seed)
     [one], [other] = decide(estimate(rows, [("a", "b")])), decide(estimate(rows, [("b", "a")]))
     assert one.low and one.high and one.ratio
     assert (other.low, other.ratio, other.high) == pytest.approx((1 / one.high, 1 / one.ratio, 1 / one.low))
 
 
-def test_verdict_follows_from_ratio_and_interval() -> None:
+def test_speed_ratio_verdict_is_supported_not_supported_inconclusive_or_not_measurable() -> None:
     steady = table({"a": [110, 111, 109], "b": [100, 101, 99.5], "c": [100.2, 100.6, 99.8]})
     verdicts = [c.verdict for c in decide(estimate(steady, [("a", "b"), ("b", "a"), ("c", "b"), ("a", "d")]))]
     assert verdicts == [SUPPORTED, NOT_SUPPORTED, NOT_SUPPORTED, NOT_MEASURABLE]
@@ -106,7 +106,7 @@ def test_verdict_follows_from_ratio_and_interval() -> None:
     assert result.blocks_needed and result.blocks_needed > 3
 
 
-def test_claim_is_not_supported_when_the_difference_is_too_small_to_matter() -> None:
+def test_speed_ratio_is_not_supported_when_it_is_significant_but_too_small() -> None:
     small = estimate(table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")])
     [result] = decide(small)
     assert result.low and result.low > 1 and result.verdict == NOT_SUPPORTED
@@ -114,13 +114,13 @@ def test_claim_is_not_supported_when_the_difference_is_too_small_to_matter() -> 
     assert result.verdict == SUPPORTED
 
 
-def test_verdict_is_inconclusive_when_there_is_one_block() -> None:
+def test_speed_ratio_is_inconclusive_when_each_configuration_has_one_measurement() -> None:
     [result] = decide(estimate(table({"a": [190], "b": [100]}), [("a", "b")]))
     assert (result.verdict, result.low, result.detectable) == (INCONCLUSIVE, None, None)
     assert result.ratio == pytest.approx(1.9)
 
 
-def test_confidence_interval_that_overflows_is_still_shown() -> None:
+def test_speed_ratio_is_inconclusive_when_its_confidence_interval_overflows() -> None:
     """With two blocks and many comparisons, the t quantile is in the thousands and its exponential overflows."""
     [result] = decide(estimate(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")]), level=1e-5)
     assert (result.low, result.high, result.detectable) == (0.0, math.inf, math.inf)
@@ -129,17 +129,17 @@ def test_confidence_interval_that_overflows_is_still_shown() -> None:
 
 
 @pytest.mark.parametrize(("value", "text"), [(99.96, "100"), (99.94, "99.9"), (0.05, "0.0500"), (1234.5, "1,234")])
-def test_numbers_are_shown_with_three_digits(value: float, text: str) -> None:
+def test_report_formats_a_number_with_three_significant_digits(value: float, text: str) -> None:
     assert figure(value) == text
 
 
-def test_configurations_without_a_chain_of_common_blocks_are_not_compared() -> None:
+def test_configurations_measured_in_disjoint_blocks_have_no_speed_ratio() -> None:
     rows: list[Row] = [("a", 0, 100.0), ("a", 0, 101.0), ("b", 1, 200.0), ("b", 1, 201.0)]
     [result] = decide(estimate(rows, [("a", "b")]))
     assert (result.verdict, result.ratio) == (NOT_MEASURABLE, None)
 
 
-def test_holm_levels_match_a_calculation_by_hand() -> None:
+def test_holm_correction_of_several_comparisons_matches_manual_calculation() -> None:
     def one(p: float) -> Estimate:
         return Estimate("a", "b", 11, float(stats.t.isf(p / 2, 10)), 1.0, 10, 1.0)
 
@@ -153,13 +153,13 @@ def test_holm_levels_match_a_calculation_by_hand() -> None:
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [0.0, 1.0], [-1.0, 1.0], []])
-def test_estimate_ignores_values_that_are_not_positive(values: list[float]) -> None:
+def test_speed_ratio_estimate_ignores_nan_zero_and_negative_speeds(values: list[float]) -> None:
     rows = [*table({"a": values}), *table({"b": [1.0, 2.0]})]
     [result] = estimate(rows, [("a", "b")])
     assert result.n == sum(value > 0 for value in values)
 
 
-def test_recommended_number_of_blocks_is_enough_for_a_verdict() -> None:
+def test_recommended_number_of_repeats_reaches_a_verdict_in_60_of_100_simulations() -> None:
     """About 80 % of sweeps with the recommended number of blocks reach a verdict. The test requires 60 of 100."""
     [first] = decide(estimate(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")]))
     needed = first.blocks_needed
@@ -171,7 +171,7 @@ def test_recommended_number_of_blocks_is_enough_for_a_verdict() -> None:
     assert sum(verdict != INCONCLUSIVE for verdict in result) >= 60
 
 
-def test_fastest_configuration_is_recommended_unless_a_simpler_one_is_as_fast() -> None:
+def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_as_fast() -> None:
     def lead(**speeds: Any) -> str:
         result = choose(table(speeds), ["single", "dp", "ddp"])
         assert result is not None
@@ -187,7 +187,7 @@ def test_fastest_configuration_is_recommended_unless_a_simpler_one_is_as_fast() 
     assert choose([], ["single"]) is None
 
 
-def test_summary_is_none_without_values_and_zero_for_a_zero() -> None:
+def test_summary_of_repeated_values_is_none_without_finite_values_and_keeps_a_zero() -> None:
     assert summarize([None, math.nan, math.inf]) is None
     result = summarize([0.0, None])
     assert result is not None and (result.median, result.low, result.high, result.count) == (0.0, 0.0, 0.0, 1)

@@ -22,7 +22,7 @@ from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import exit_after_stop_signal, stop_handler
 
 
-def test_single_process_stops_after_the_current_step() -> None:
+def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
     stopping = StopCoordinator()
     assert not stopping.should_stop() and not stopping.stopped
     stopping.request(15)
@@ -30,7 +30,7 @@ def test_single_process_stops_after_the_current_step() -> None:
     assert stopping.signal == 15
 
 
-def test_ranks_stop_after_the_last_step_announced_by_the_fastest_rank() -> None:
+def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() -> None:
     """A rank may spend minutes between two steps. No rank may stop before the step that it announced."""
     store = HashStore()
     early, late = [StopCoordinator(rank, 2, store) for rank in range(2)]
@@ -44,7 +44,7 @@ def test_ranks_stop_after_the_last_step_announced_by_the_fastest_rank() -> None:
 
 
 @pytest.mark.parametrize("requested_by", [[0], [2], [0, 1, 2]])
-def test_all_ranks_stop_after_the_same_step(requested_by: list[int]) -> None:
+def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(requested_by: list[int]) -> None:
     """Three threads simulate ranks at different speeds that stay within one step of each other, as in ddp."""
     store = HashStore()
     ranks = [StopCoordinator(rank, 3, store) for rank in range(3)]
@@ -96,13 +96,15 @@ def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
 
 
 @pytest.mark.processes
-def test_signal_handling_waits_for_a_long_call_but_not_for_exited_ranks() -> None:
+def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> None:
     assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
     with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
         in_ranks(in_a_long_call, 1, True)
 
 
-def test_silent_rank_counts_as_exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_detects_that_a_peer_has_left_when_its_heartbeats_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat, "TICK", 0.05)
     monkeypatch.setattr(heartbeat, "LEFT", 0.4)
     store = HashStore()

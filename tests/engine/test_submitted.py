@@ -76,7 +76,7 @@ def started(folder: Path, config: object = None) -> SlurmJob:
     return child
 
 
-def test_trial_is_submitted_once_and_found_when_a_search_is_resumed(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "0"
     child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     assert not child.has_ended()
@@ -92,7 +92,7 @@ def test_trial_is_submitted_once_and_found_when_a_search_is_resumed(slurm: Slurm
     assert len(slurm.scripts) == 1
 
 
-def test_interrupted_trial_is_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_is_submitted_again_when_it_was_interrupted(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "0"
     child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     child.send(15)
@@ -103,7 +103,7 @@ def test_interrupted_trial_is_submitted_again(slurm: Slurm, tmp_path: Path) -> N
     assert len(slurm.scripts) == 2
 
 
-def test_cancelled_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_records_its_duration_when_it_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
     child = started(tmp_path / "0", config)
     child.send(15)
@@ -113,7 +113,7 @@ def test_cancelled_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> N
     assert child.job.seconds is not None and child.job.seconds > 0
 
 
-def test_trial_without_result_fails_when_it_leaves_the_queue(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_fails_when_its_job_leaves_the_queue_without_a_result(slurm: Slurm, tmp_path: Path) -> None:
     child = started(tmp_path / "0", resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     slurm.answers = False
     assert not child.has_ended(), "a failed query while Slurm's controller restarts must not fail the trial"
@@ -132,7 +132,9 @@ def search(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_search_submits_all_its_trials_to_slurm(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_submits_every_trial_as_a_slurm_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("src.engine.search.page.draw_study", lambda study, metric: [])
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"
@@ -160,7 +162,7 @@ def test_search_submits_all_its_trials_to_slurm(slurm: Slurm, tmp_path: Path, mo
         ((), "no such partition"),
     ],
 )
-def test_refused_search_does_not_leave_a_folder(
+def test_search_on_slurm_leaves_no_folder_when_it_is_refused(
     words: tuple[str, ...], named: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     slurm.at_once = "refused"

@@ -53,7 +53,7 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_fork_replaces_every_occurrence_of_template_name(clone: Path) -> None:
+def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -> None:
     commit = git(clone, "rev-parse", "HEAD").strip()
     fork(clone, "my_project", "Ada Example", drop_demo=False)
     assert read(clone / "README.md").startswith("# my_project\n")
@@ -68,12 +68,12 @@ def test_fork_replaces_every_occurrence_of_template_name(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "My Project", "my-project", "1st", "class", "../x", "a/b"])
-def test_fork_refuses_an_invalid_package_name(name: str, tmp_path: Path) -> None:
+def test_make_fork_refuses_an_invalid_package_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="NAME="):
         fork(tmp_path, name, "", drop_demo=False)
 
 
-def test_fork_refuses_uncommitted_changes_and_second_fork(clone: Path) -> None:
+def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) -> None:
     (clone / "note").write_text("mine")
     with pytest.raises(ValueError, match=r"NAME=mine: .*uncommitted"):
         fork(clone, "mine", "", drop_demo=False)
@@ -85,7 +85,7 @@ def test_fork_refuses_uncommitted_changes_and_second_fork(clone: Path) -> None:
         fork(clone, "other", "", drop_demo=False)
 
 
-def test_template_update_replaces_engine_and_merges_user_code(template: Path, clone: Path) -> None:
+def test_template_update_of_a_fork_replaces_engine_and_merges_user_code(template: Path, clone: Path) -> None:
     """Run the update commands that `make fork` prints."""
     fork(clone, "mine", "Ada", drop_demo=False)
     (clone / "src" / "models" / "own.py").write_text("# mine\n")
@@ -121,7 +121,7 @@ def test_template_update_replaces_engine_and_merges_user_code(template: Path, cl
     assert read(clone / "README.md").startswith("# mine\n")
 
 
-def test_fork_removes_template_only_files(clone: Path) -> None:
+def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=False)
     assert not [path for path in OF_THE_TEMPLATE if (clone / path).exists()]
     assert {path.name for path in (clone / "scripts").glob("*.py")} >= {"install.py", "schema.py", "doctor.py"}
@@ -131,7 +131,7 @@ def test_fork_removes_template_only_files(clone: Path) -> None:
     assert "make train" in done.stdout and "make bench" not in done.stdout
 
 
-def test_fork_removes_demo_when_requested(clone: Path) -> None:
+def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=True)
     assert not [recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()]
     assert (clone / "conf" / "experiment" / "compare.yaml").exists()
@@ -142,7 +142,7 @@ def test_fork_removes_demo_when_requested(clone: Path) -> None:
 
 @pytest.mark.slow(seconds=80)
 @pytest.mark.processes
-def test_fork_without_the_demo_passes_the_fast_tests(clone: Path) -> None:
+def test_forked_template_without_demo_experiments_passes_the_fast_tests(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=True)
     names = ("readme", "makefile", "config_refusals", "schema_json", "first_hour")
     named = ["tests/engine/test_architecture.py", *(f"tests/test_{name}.py" for name in names)]

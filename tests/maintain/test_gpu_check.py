@@ -18,16 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.processes
-def test_gpu_check_prints_one_line_without_a_device() -> None:
+def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
+    if hardware.visible_cuda_devices():
+        pytest.skip("a GPU is visible")
     command = [sys.executable, "scripts/maintain/gpu_check.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    if not hardware.visible_cuda_devices():
-        assert (done.returncode, done.stdout) == (0, NOT_SEEN.format("no CUDA device is visible here") + "\n"), (
-            done.stderr
-        )
+    assert (done.returncode, done.stdout) == (0, NOT_SEEN.format("no CUDA device is visible here") + "\n"), done.stderr
 
 
-def test_failed_or_skipped_check_does_not_stop_remaining_checks() -> None:
+def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     def breaks(seconds: float) -> list[Row]:
         raise RuntimeError("no\ndriver")
 
@@ -49,7 +48,7 @@ def test_failed_or_skipped_check_does_not_stop_remaining_checks() -> None:
     assert gpu_check.check((("long", hangs, 9),), 100) == [Row("long", "not run within 9 s")]
 
 
-def test_second_measurement_round_starts_only_when_time_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     now, limits = 0.0, []
     monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -68,7 +67,7 @@ def test_second_measurement_round_starts_only_when_time_remains(monkeypatch: pyt
     assert limits[2:] == [140, 110, 80, 50]
 
 
-def test_pytest_output_is_parsed_into_rows() -> None:
+def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> None:
     output = (
         "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ 50%]\n"
         "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] - assert 1\n1 failed"
@@ -78,7 +77,7 @@ def test_pytest_output_is_parsed_into_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_slow_tests_are_ended_and_earlier_results_are_reported(tmp_path: Path) -> None:
+def test_make_gpu_check_ends_tests_at_its_time_limit_and_reports_earlier_results(tmp_path: Path) -> None:
     """Start pytest as `make gpu-check` does on a GPU machine."""
     file = tmp_path / "test_made_up.py"
     marked = "import time, pytest\npytestmark = pytest.mark.gpu\n"
@@ -89,7 +88,7 @@ def test_slow_tests_are_ended_and_earlier_results_are_reported(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_missing_package_is_reported_before_checks_run(
+def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (object(),))
@@ -101,7 +100,7 @@ def test_missing_package_is_reported_before_checks_run(
 
 
 @pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
-def test_speed_is_compared_in_the_better_round(ours: int, wrong: bool) -> None:
+def test_make_gpu_check_compares_speed_with_handwritten_loop_in_better_of_two_rounds(ours: int, wrong: bool) -> None:
     training = TRAININGS["ResNet-50"]
     rounds = [
         ({"images_per_sec": rate, "peak_mib": 10.0}, {"images_per_sec": 10000, "peak_mib": 10.0})
@@ -116,7 +115,7 @@ def test_speed_is_compared_in_the_better_round(ours: int, wrong: bool) -> None:
     assert gpu_check.compare("r", training, rounds, "another")[3].figure == "of an unknown peak"
 
 
-def test_comparison_runs_same_configuration_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_gpu_check_gives_train_py_and_handwritten_loop_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the commands of the comparison without running them on a device."""
     commands: list[list[str]] = []
 
@@ -136,7 +135,7 @@ def test_comparison_runs_same_configuration_on_both_sides(monkeypatch: pytest.Mo
         assert ("--compile" in by_hand) == ("model.compile=true" in ours) == training.compile
 
 
-def test_bench_runs_only_existing_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_bench_runs_only_existing_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts: list[str] = []
     monkeypatch.setattr(bench_measures, "parse_output", lambda command: scripts.append(command[1]))
     for part in bench_measures.parts(tmp_path, 1).values():
@@ -144,18 +143,18 @@ def test_bench_runs_only_existing_scripts(tmp_path: Path, monkeypatch: pytest.Mo
     assert scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
 
 
-def test_idle_time_is_time_without_a_running_kernel() -> None:
+def test_gpu_profile_idle_time_is_time_without_a_running_kernel() -> None:
     assert gpu_profile.busy_and_idle([(0, 4), (2, 3), (6, 7), (6.5, 9)]) == (7, 2, 2)
     assert gpu_profile.busy_and_idle([]) == (0, 0, 0)
 
 
 @pytest.mark.slow
-def test_gpu_profile_runs_the_training_loop_of_the_project() -> None:
+def test_gpu_profile_on_cpu_measures_kernel_and_idle_time_of_a_training_step() -> None:
     rows = gpu_profile.measure("cpu", "model=tiny", "train.precision=bf16")
     assert 0 < rows["kernels"] <= rows["step"] and rows["no kernel runs"] > 0 == rows["copies"]
 
 
-def test_gpu_wheels_include_only_packages_missing_from_torch_install() -> None:
+def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
     names = gpu_wheels.closure(gpu_wheels.WANTED)
     assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "pyyaml", "pytest"} <= set(names)
     assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)

@@ -52,7 +52,7 @@ def _save_forever(folder: Path, first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_last_checkpoint_loads_and_its_step_never_decreases_despite_20_kills(tmp_path: Path) -> None:
+def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(tmp_path: Path) -> None:
     context = warm_processes()
     draw, reached = random.Random(0), 0
     for _ in range(20):
@@ -83,7 +83,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
-def test_load_refuses_a_checkpoint_with_any_flipped_bit(
+def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_sidecar(
     good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
 ) -> None:
     """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte has no meaning."""
@@ -102,7 +102,7 @@ def test_load_refuses_a_checkpoint_with_any_flipped_bit(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
-def test_error_names_a_truncated_checkpoint(good: Path, tmp_path: Path, keep: float) -> None:
+def test_checkpoint_load_error_names_the_truncated_file(good: Path, tmp_path: Path, keep: float) -> None:
     data = (good / "last.pt").read_bytes()
     (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
     with pytest.raises(ValueError, match=r"last\.pt: damaged") as refusal:
@@ -110,7 +110,7 @@ def test_error_names_a_truncated_checkpoint(good: Path, tmp_path: Path, keep: fl
     assert "\n" not in str(refusal.value)
 
 
-def test_load_newest_skips_and_logs_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_newest_checkpoint_skips_and_logs_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         checkpoint.save(folder, contents(step), step, keep=3, is_best=step == 1)
@@ -125,7 +125,7 @@ def test_load_newest_skips_and_logs_damaged_checkpoints(tmp_path: Path, caplog: 
     assert step_in(folder / "best.pt") == 1
 
 
-def test_save_removes_checkpoints_with_later_steps_of_an_abandoned_attempt(tmp_path: Path) -> None:
+def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(tmp_path: Path) -> None:
     """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and deletes step 9."""
     for step in (1, 2, 9):
         checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
@@ -146,7 +146,7 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-def test_save_keeps_earlier_checkpoints_when_it_fails(tmp_path: Path) -> None:
+def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_write(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     context = warm_processes()
@@ -177,7 +177,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, small_disk: Path, strategy: str) -> None:
+def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
+    train: Train, small_disk: Path, strategy: str
+) -> None:
     overrides = (
         f"parallel={strategy}",
         "parallel.devices=2",
@@ -202,7 +204,7 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(train: Train, smal
     assert resumed.finish().returncode == 0
 
 
-def test_load_newest_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:
+def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
     (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))

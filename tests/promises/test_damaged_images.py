@@ -68,7 +68,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_skipped_images_are_counted_equally_under_every_strategy(tmp_path: Path) -> None:
+def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(tmp_path: Path) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
     spreads = {
         "single": ("parallel=single", "data.workers=0"),
@@ -93,7 +93,7 @@ def test_skipped_images_are_counted_equally_under_every_strategy(tmp_path: Path)
         assert np.allclose(losses, seen["single"], atol=1e-5), name
 
 
-def test_skipped_image_is_replaced_by_the_next_readable_image_and_its_label(tmp_path: Path) -> None:
+def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_path: Path) -> None:
     class Split:
         def __len__(self) -> int:
             return 6
@@ -114,7 +114,7 @@ def test_skipped_image_is_replaced_by_the_next_readable_image_and_its_label(tmp_
     assert len(labels) == 0 and unreadable == [4, 5]
 
 
-def test_image_is_no_longer_skipped_when_it_becomes_readable_again() -> None:
+def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable() -> None:
     """An image may be unreadable for a moment, for example while a network disk is unavailable."""
 
     class Split:
@@ -137,7 +137,7 @@ def test_image_is_no_longer_skipped_when_it_becomes_readable_again() -> None:
         assert loader.unreadable == unreadable
 
 
-def test_loader_raises_after_100_unreadable_images_in_a_row() -> None:
+def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
     class Split:
         def __len__(self) -> int:
             return 1000
@@ -149,7 +149,7 @@ def test_loader_raises_after_100_unreadable_images_in_a_row() -> None:
         BatchFetcher(Split(), 99, None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
-def test_loader_skips_only_unreadable_images_and_no_other_exceptions() -> None:
+def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -> None:
     class Split:
         def __len__(self) -> int:
             return 3
@@ -163,7 +163,7 @@ def test_loader_skips_only_unreadable_images_and_no_other_exceptions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_run_ends_and_names_a_damaged_file_by_default(train: Train) -> None:
+def test_run_fails_and_names_a_damaged_image_when_on_error_is_raise(train: Train) -> None:
     """A loader worker reads the file in this test; in test_ends.py the rank itself reads it."""
     root, _ = image_folder(train.base / "images", damaged=True)
     overrides = (

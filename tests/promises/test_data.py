@@ -88,7 +88,7 @@ BAD: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_image_is_decoded_to_the_expected_colors(tmp_path: Path, name: str) -> None:
+def test_decode_returns_expected_rgb_colors_for_each_image_format(tmp_path: Path, name: str) -> None:
     make, color = GOOD[name]
     (tmp_path / name).write_bytes(make())
     image = decode(tmp_path / name)
@@ -98,7 +98,7 @@ def test_image_is_decoded_to_the_expected_colors(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["turned.jpg", "turned_named_wrongly.png"])
-def test_image_is_rotated_by_its_exif_tag(tmp_path: Path, name: str) -> None:
+def test_decode_rotates_an_image_by_its_exif_tag(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(turned())
     image = decode(tmp_path / name)
     assert image.shape == (3, 32, 16)
@@ -124,8 +124,8 @@ def scanned(kind: str) -> bytes:
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))])
-def test_jpeg_has_the_pixels_that_pil_decodes(kind: str, mode: str) -> None:
-    """Both use libjpeg-turbo. A run would change with the decoder otherwise. For one channel, PIL takes JPEG's luma too."""
+def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
+    """Metrics of a run must not depend on the decoder. For one channel, both decoders return the luma of the JPEG."""
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
@@ -136,7 +136,7 @@ def test_jpeg_has_the_pixels_that_pil_decodes(kind: str, mode: str) -> None:
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its wheel needs the CUDA libraries of torch's wheel, which a torch of another index does not have."""
+    """The torchcodec wheel needs CUDA libraries, which a CPU build of torch does not install."""
     data = scanned("exif_6")
     expected = decode_bytes(data, "exif_6")
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
@@ -149,16 +149,16 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     assert sum("torchcodec" in line for line in caplog.messages) == 1
 
 
-def test_jpeg_with_four_colors_has_the_pixels_of_libjpeg() -> None:
-    """PIL multiplies the colors by black in another way, so that pixels may differ by the rounding."""
+def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
+    """PIL and the JPEG decoder round differently when they convert CMYK to RGB."""
     data = scanned("cmyk")
     with Image.open(io.BytesIO(data)) as opened:
         difference = decode_bytes(data, "cmyk").int() - from_pil(opened).int()
     assert difference.abs().max() <= 2
 
 
-def test_jpeg_with_damaged_scan_is_decoded_as_far_as_libjpeg_can() -> None:
-    """Zeros in the data end a segment early, which libjpeg only warns of. PIL accepts the file too."""
+def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> None:
+    """Zeros in the scan data are a warning in libjpeg, and no error. PIL accepts such a file too."""
     data = bytearray(scanned("baseline"))
     middle = len(data) // 2
     data[middle : middle + 50] = bytes(50)
@@ -166,7 +166,7 @@ def test_jpeg_with_damaged_scan_is_decoded_as_far_as_libjpeg_can() -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_error_names_a_file_that_is_not_an_image(tmp_path: Path, name: str) -> None:
+def test_decode_error_names_a_file_that_is_empty_truncated_or_not_an_image(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(BAD[name]())
     with pytest.raises(UnreadableImageError, match=name) as refusal:
         decode(tmp_path / name)
@@ -174,14 +174,14 @@ def test_error_names_a_file_that_is_not_an_image(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.timeout(20)
-def test_pipe_named_like_an_image_is_refused(tmp_path: Path) -> None:
+def test_decode_refuses_a_named_pipe_with_an_image_suffix(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(UnreadableImageError, match=r"pipe\.png"):
         decode(tmp_path / "pipe.png")
 
 
 @pytest.mark.parametrize("name", ["grey.png", "grey.jpg", "rgb.png", "sixteen.png"])
-def test_gray_value_is_kept_for_one_channel(tmp_path: Path, name: str) -> None:
+def test_decode_to_one_channel_keeps_exact_gray_values(tmp_path: Path, name: str) -> None:
     """A conversion to RGB and back would change 128 to 127."""
     (tmp_path / name).write_bytes(GOOD[name][0]())
     with Image.open(tmp_path / name) as opened:
@@ -189,7 +189,7 @@ def test_gray_value_is_kept_for_one_channel(tmp_path: Path, name: str) -> None:
     assert decode(tmp_path / name, "L")[:, 8, 3].tolist() == [expected]
 
 
-def test_image_links_are_followed_and_error_names_broken_links(tmp_path: Path) -> None:
+def test_image_folder_follows_symlinks_and_decode_error_names_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.png").write_bytes(GOOD["rgb.png"][0]())
     (tmp_path / "class").mkdir()
@@ -203,7 +203,7 @@ def test_image_links_are_followed_and_error_names_broken_links(tmp_path: Path) -
         decode(tmp_path / "class" / "broken.png")
 
 
-def test_files_other_than_images_in_image_folders_are_ignored(tmp_path: Path) -> None:
+def test_image_folder_ignores_hidden_folders_and_files_that_are_not_images(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "café").mkdir()
     for name in (".DS_Store", "Thumbs.db", "labels.csv", "._a.png", "README", "a.png"):
@@ -212,7 +212,7 @@ def test_files_other_than_images_in_image_folders_are_ignored(tmp_path: Path) ->
     assert [path.name for path in image_files(tmp_path / "café")] == ["a.png"]
 
 
-def test_class_order_is_kept_for_thousands_of_classes(tmp_path: Path) -> None:
+def test_class_names_of_2000_class_folders_are_sorted(tmp_path: Path) -> None:
     names = [f"class {number}" for number in range(2000)]
     for name in names:
         (tmp_path / name).mkdir()

@@ -38,7 +38,7 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     return files[first]
 
 
-def test_failing_rank_ends_the_run_and_error_names_rank_and_log(train: Train) -> None:
+def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(train: Train) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
     data = ("data=folder", f"data.root={train.base}/images", "data.image_size=32", "data.limit_train=16")
     done = train(*TWO, *data, "data.batch_size=4", "data.workers=0")
@@ -65,7 +65,9 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
-def test_signal_stops_the_run_promptly(train: Train, strategy: str, number: int, workers: int) -> None:
+def test_signal_to_train_py_stops_all_processes_within_15_seconds(
+    train: Train, strategy: str, number: int, workers: int
+) -> None:
     devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS)
     running.wait_for_steps()
@@ -80,7 +82,7 @@ def test_signal_stops_the_run_promptly(train: Train, strategy: str, number: int,
 
 
 @pytest.mark.slow
-def test_signal_to_the_process_group_stops_the_run(train: Train) -> None:
+def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS, "data.workers=1")
     running.wait_for_steps()
     os.killpg(running.process.pid, signal.SIGINT)
@@ -91,7 +93,7 @@ def test_signal_to_the_process_group_stops_the_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_signal_stops_the_run_before_the_ranks_have_started(train: Train) -> None:
+def test_sigint_stops_a_ddp_run_while_its_ranks_are_starting(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
     running.wait_for(lambda: len(running.workers()) == 2)
     done = running.signal(signal.SIGINT)
@@ -114,7 +116,7 @@ def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> Non
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))]
 )
-def test_all_processes_end_when_the_launcher_is_killed(train: Train, strategy: str) -> None:
+def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS)
     running.wait_for_steps()
@@ -152,7 +154,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 
 
 @pytest.mark.parametrize("where", ["start", "end"])
-def test_ranks_fail_when_their_parameters_differ(tmp_path: Path, where: str) -> None:
+def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(tmp_path: Path, where: str) -> None:
     assert all(
         f"the ranks {where} with different parameters" in message
         for message in in_ranks(_drift, 2, where, str(tmp_path))

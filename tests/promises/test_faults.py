@@ -144,7 +144,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
-def test_fault_ends_the_run_promptly_and_error_names_the_rank(
+def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(
     train: Train, form: str, strategy: str, devices: int, name: str
 ) -> None:
     run = run_with(train, FAULTS[name], form, strategy, devices)
@@ -157,7 +157,7 @@ def test_fault_ends_the_run_promptly_and_error_names_the_rank(
     ("strategy", "devices", "name"),
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
 )
-def test_error_names_the_phase_of_a_fault_inside_a_rank(
+def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -175,7 +175,7 @@ def test_error_names_the_phase_of_a_fault_inside_a_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")])
-def test_run_restarts_from_its_newest_checkpoint_after_a_fault(train: Train, form: str, strategy: str) -> None:
+def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(train: Train, form: str, strategy: str) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
         train.environment["PET_MAX_RESTARTS"] = "1"  # as --max-restarts
@@ -187,7 +187,7 @@ def test_run_restarts_from_its_newest_checkpoint_after_a_fault(train: Train, for
 
 
 @pytest.mark.slow
-def test_last_fault_is_reported_when_no_restarts_remain(train: Train) -> None:
+def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Train) -> None:
     fault = Fault("raise", "", step=7)
     train.environment["FAULT_AGAIN"] = "12"  # the second attempt gets to step 12
     run = run_with(train, fault, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1")
@@ -211,7 +211,7 @@ def test_last_fault_is_reported_when_no_restarts_remain(train: Train) -> None:
         ({0: 1, 1: 143}, 0, "failed", "rank 0 exited early with exit code 1"),
     ],
 )
-def test_first_failure_is_chosen_by_exit_codes_when_no_record_exists(
+def test_first_failure_is_derived_from_exit_codes_when_ranks_wrote_no_failure_record(
     tmp_path: Path, codes: dict[int, int], oom_kills: int, status: str, message: str
 ) -> None:
     failure = first_failure(tmp_path, RankExits(exit_codes=codes, world_size=2, oom_kills=oom_kills))

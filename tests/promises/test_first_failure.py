@@ -48,7 +48,9 @@ def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -
     assert recorded(kind("NCCL error: remote process exited"), tmp_path)["is_echo"]
 
 
-def test_refuse_followers_does_not_raise_when_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
@@ -57,7 +59,7 @@ def test_refuse_followers_does_not_raise_when_a_rank_is_late(monkeypatch: pytest
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
-def test_node_records_the_store_error_when_another_node_exits_early(
+def test_node_records_the_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The inventory of the other node is missing, so the error of the store is the only known cause."""
@@ -80,7 +82,7 @@ def test_node_records_the_store_error_when_another_node_exits_early(
 @pytest.mark.parametrize(
     ("codes", "stopped_by"), [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)]
 )
-def test_run_counts_as_stopped_when_a_signal_stopped_all_ranks(
+def test_run_ranks_reports_a_stop_signal_only_when_no_rank_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], stopped_by: int | None
 ) -> None:
     monkeypatch.setattr(supervisor, "_run_child", lambda *given: RankExits(exit_codes=codes))
@@ -97,7 +99,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_child_process_is_killed_when_it_ignores_a_signal(
+def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
@@ -107,8 +109,8 @@ def test_child_process_is_killed_when_it_ignores_a_signal(
 
 
 @pytest.mark.processes
-def test_child_is_killed_once_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `timeout` sends them, to the process and to its group: the second arrives while the timer starts."""
+def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` signals the process and its group. The second signal arrives while the kill timer of the first starts."""
     starts = []
 
     class Timer(threading.Timer):
@@ -125,8 +127,10 @@ def test_child_is_killed_once_when_two_signals_arrive_together(monkeypatch: pyte
     assert (ended.signal, ended.exit_codes, len(starts)) == (signal.SIGTERM, {0: -signal.SIGKILL}, 1)
 
 
-def test_rank_ends_after_a_node_is_lost_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No record can be written, and waiting for the node would hang."""
+def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog cannot write its failure record, and must not wait for the lost node."""
 
     class Full:
         def write(self, text: str) -> None:
@@ -148,7 +152,7 @@ def test_rank_ends_after_a_node_is_lost_when_the_disk_is_full(tmp_path: Path, mo
         dog._end(100.0)
 
 
-def test_watchdog_tolerates_nodes_added_by_another_thread(tmp_path: Path) -> None:
+def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_path: Path) -> None:
     """The watchdog reads a dict that the heartbeat thread changes. An exception would end the watchdog silently."""
     heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
 
@@ -184,7 +188,9 @@ def test_watchdog_tolerates_nodes_added_by_another_thread(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
-def test_signal_does_not_interrupt_a_completed_run(tmp_path: Path, status: str | None, code: int) -> None:
+def test_result_status_stays_done_when_a_signal_arrives_after_completion(
+    tmp_path: Path, status: str | None, code: int
+) -> None:
     config = resolved("parallel=single")
     if status is not None:
         record_end(config, tmp_path, status, "")
@@ -193,7 +199,7 @@ def test_signal_does_not_interrupt_a_completed_run(tmp_path: Path, status: str |
 
 
 @pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])
-def test_stopped_run_names_the_next_command_with_and_without_a_checkpoint(
+def test_stopped_run_suggests_resume_only_when_it_has_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: bool, hint: str
 ) -> None:
     if checkpoint:

@@ -59,7 +59,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)])
-def test_file_cannot_make_hydra_import_a_package(
+def test_config_file_cannot_make_hydra_import_a_package(
     refuse: Refuse, evil: Path, tmp_path: Path, text: str, mode: tuple[str, ...]
 ) -> None:
     folder = conf(
@@ -72,7 +72,7 @@ def test_file_cannot_make_hydra_import_a_package(
 
 
 @pytest.mark.parametrize("mode", [(), ("-m",), ("--help",), ("--info", "searchpath")])
-def test_hydra_search_path_does_not_import_a_package(
+def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_package(
     refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     assert "pkg://evil_package" in refuse(*mode, "hydra.searchpath=[pkg://evil_package]")
@@ -106,7 +106,7 @@ def test_hydra_search_path_does_not_import_a_package(
         "search.storage=postgresql+evil://host/db",
     ],
 )
-def test_unsafe_hydra_option_is_refused(refuse: Refuse, command: str) -> None:
+def test_command_line_override_that_could_run_code_or_load_a_file_is_refused(refuse: Refuse, command: str) -> None:
     key = command.lstrip("+").partition("=")[0]
     assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
 
@@ -142,7 +142,7 @@ GROUPS = ["hydra/job_logging=default", "hydra/launcher=basic", "hydra/env=defaul
 
 
 @pytest.mark.parametrize("word", [*(f"hydra.{word}" for word in FIXED), *GROUPS])
-def test_hydra_override_is_refused_when_its_key_is_not_listed(refuse: Refuse, word: str) -> None:
+def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(refuse: Refuse, word: str) -> None:
     for given in (word,) if word[0] == "~" else (word, f"+{word}", f"++{word}"):
         line = refuse(given)
         assert given in line and "run, sweep, sweeper.params, job.name" in line
@@ -169,12 +169,14 @@ def test_hydra_override_is_accepted_when_its_key_is_on_the_allowlist() -> None:
         "defaults: [override /hydra/job_logging: stdout]",
     ],
 )
-def test_hydra_section_of_a_config_file_is_refused_when_it_differs(refuse: Refuse, tmp_path: Path, text: str) -> None:
+def test_hydra_section_of_a_config_file_is_refused_when_a_key_is_not_on_the_allowlist(
+    refuse: Refuse, tmp_path: Path, text: str
+) -> None:
     folder = conf(tmp_path / "conf", experiment__odd=f"# @package _global_\n{text}\n")
     assert "hydra." in refuse("--config-dir", str(folder), "experiment=odd")
 
 
-def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_listed(tmp_path: Path) -> None:
+def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_allowlist(tmp_path: Path) -> None:
     text = "hydra: {run: {dir: x}, sweep: {dir: y, subdir: z}, job: {name: a, chdir: false}, verbose: true, "
     text += "sweeper: {params: {seed: '1,2'}}}"
     folder = conf(tmp_path / "conf", experiment__own=f"# @package _global_\n{text}\n")
@@ -184,7 +186,7 @@ def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_listed(tmp
     assert str(compose_command(parse("--config-path", str(main))).run_dir) == "x"
 
 
-def test_class_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> None:
+def test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> None:
     from src.models.build import build_model
 
     images = build_dataset(DataConfig(name="synthetic"))
@@ -218,21 +220,22 @@ class Payload:
         return open, (self.mark, "w")
 
 
-def test_loading_a_checkpoint_does_not_run_code(tmp_path: Path) -> None:
+def test_checkpoint_with_pickled_code_is_refused_without_running_the_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "zip.pt")
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(Payload(mark)))
     for name in ("zip", "old", "raw"):
-        with pytest.raises(ValueError, match=f"{name}.pt: damaged, or not a checkpoint"):
+        with pytest.raises(ValueError, match=f"{name}.pt: damaged, or not a checkpoint") as refusal:
             checkpoint.load(tmp_path / f"{name}.pt")
+        assert "weights_only" not in str(refusal.value), "the error must not suggest the unsafe load"
     assert not mark.exists()
     with open(tmp_path / "raw.pt", "rb") as file:
         pickle.load(file).close()
     assert mark.exists(), "the payload must write the mark file when it is unpickled without protection"
 
 
-def test_data_file_is_refused_when_it_is_not_an_image(tmp_path: Path) -> None:
+def test_decode_refuses_pickles_and_decompression_bombs_named_like_images(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for name in ("a.jpg", "a.png", "a.webp"):
         (tmp_path / name).write_bytes(pickle.dumps(Payload(mark)))
@@ -295,7 +298,7 @@ SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "src").rglob("*.py"), *(ROOT / "s
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_file_has_no_unsafe_calls(path: Path) -> None:
+def test_source_file_has_no_pickle_eval_or_shell_calls(path: Path) -> None:
     # The composer pickles trees that it has composed itself, in memory, because a copy by pickle is fast.
     expected = ["pickle"] if path == ROOT / "src" / "engine" / "sweep" / "composer.py" else []
     assert unsafe_calls(path.read_text(encoding="utf-8")) == expected
@@ -322,5 +325,5 @@ def test_source_file_has_no_unsafe_calls(path: Path) -> None:
         "dist.broadcast_object_list(a)",
     ],
 )
-def test_unsafe_call_is_detected(source: str) -> None:
+def test_unsafe_call_check_detects_pickle_eval_and_unsafe_load_calls(source: str) -> None:
     assert unsafe_calls(source) != []

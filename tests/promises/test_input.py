@@ -99,14 +99,14 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
         except Exception as error:
             errors.append(f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if ranks.world_size > 1:
-                break  # the other rank waits
+                break  # the other rank still waits in a collective
     return errors
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_randomly_drawn_valid_config_trains(tmp_path: Path, world_size: int) -> None:
+def test_randomly_drawn_valid_configs_train_for_two_steps(tmp_path: Path, world_size: int) -> None:
     cases = {" ".join(words): resolved(*FIXED, *words) for words in combinations(20, world_size)}
     errors = in_ranks(two_steps, world_size, str(tmp_path), cases)
     assert [line for rank in errors for line in rank if line] == []

@@ -43,7 +43,7 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_failed_or_stopped_rank_skips_destructors() -> None:
+def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
     assert left("gloo", 143, blocks=600) == (143, ["last words", "exit handler"])
@@ -76,7 +76,7 @@ raise RuntimeError("the accident of this test")
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_exception_ends_a_thread_that_is_waiting_in_the_store(tmp_path: Path) -> None:
+def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(tmp_path: Path) -> None:
     """A thread left in the store would make train.py, evaluate.py or scripts/predict.py abort at interpreter shutdown."""
     script = tmp_path / "script.py"
     script.write_text(IN_THE_STORE)
@@ -88,14 +88,16 @@ def test_exception_ends_a_thread_that_is_waiting_in_the_store(tmp_path: Path) ->
     assert done.stdout == "MainThread\n"
 
 
-def test_process_without_a_process_group_exits_normally() -> None:
+def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None:
     for code in (0, 1):
         with pytest.raises(SystemExit) as error:
             exit_process(code)
         assert error.value.code == code
 
 
-def test_failed_run_closes_its_tensorboard_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An immediate exit of the process would lose the events queued in TensorBoard's writer thread."""
     config = resolved("parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1")
     closed: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
@@ -26,16 +27,18 @@ def _hold(folder: Path, answers: Any) -> None:
 
 
 def _try(folder: Path, answers: Any) -> None:
+    """Answer with the seconds at which this process got and released the lock, or with the error."""
     try:
         with lock_folder(folder):
-            answers.put("mine")
+            locked_at = time.monotonic()
             time.sleep(0.2)
+            answers.put((locked_at, time.monotonic()))
     except ValueError as error:
         answers.put(str(error))
 
 
 @pytest.mark.processes
-def test_lock_names_its_owner_and_is_released_when_the_owner_dies(tmp_path: Path) -> None:
+def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_dies(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     owner = context.Process(target=_hold, args=(tmp_path, answers))
@@ -54,21 +57,26 @@ def test_lock_names_its_owner_and_is_released_when_the_owner_dies(tmp_path: Path
 
 
 @pytest.mark.processes
-def test_lock_has_one_owner_when_many_processes_request_it(tmp_path: Path) -> None:
+def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_it(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     processes = [context.Process(target=_try, args=(tmp_path, answers)) for _ in range(8)]
     for process in processes:
         process.start()
-    lines = [answers.get(timeout=300) for _ in processes]
+    received = [answers.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    assert 1 <= lines.count("mine") <= 8
-    assert all(line == "mine" or "in use by" in line for line in lines)
+    errors = [answer for answer in received if isinstance(answer, str)]
+    assert all("in use by" in error for error in errors)
+    held = sorted(answer for answer in received if not isinstance(answer, str))
+    assert held
+    assert all(released <= locked_at for (_, released), (locked_at, _) in itertools.pairwise(held)), (
+        "two processes held the lock at the same time"
+    )
 
 
-def test_lock_query_does_not_block_owner(tmp_path: Path) -> None:
-    """resume=auto queries all folders of a task while other jobs lock theirs."""
+def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path: Path) -> None:
+    """resume=auto queries the folders of all runs of a task while other jobs lock their folders."""
     asked, leave = threading.Event(), threading.Timer(0.05, lambda: None)
 
     def ask() -> None:
@@ -85,7 +93,7 @@ def test_lock_query_does_not_block_owner(tmp_path: Path) -> None:
     asking.join()
 
 
-def test_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None:
+def test_folder_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None:
     """Root may write everywhere, so a folder at the path of the lock file simulates missing permission."""
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ValueError, match="cannot be written to"), lock_folder(tmp_path):
@@ -93,7 +101,7 @@ def test_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None
     assert is_locked(tmp_path)
 
 
-def test_lock_is_refused_when_the_folder_is_missing(tmp_path: Path) -> None:
+def test_folder_lock_is_refused_when_the_folder_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"), lock_folder(tmp_path / "missing"):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +109,7 @@ def test_lock_is_refused_when_the_folder_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_lock_warns_when_the_file_system_does_not_support_locks(
+def test_folder_lock_warns_when_the_file_system_does_not_support_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     def refuse(*given: Any) -> None:

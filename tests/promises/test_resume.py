@@ -162,14 +162,14 @@ def slow(*row: Any) -> Any:
         *(slow(2, 2, step) for step in (3, EPOCH)),
     ],
 )
-def test_resumed_run_equals_uninterrupted_run(
+def test_resumed_run_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int
 ) -> None:
     assert_resume_changes_nothing(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
 
 
 @pytest.mark.parametrize(("world_size", "stop_at"), [slow(2, 3), slow(2, EPOCH)])
-def test_resumed_run_equals_uninterrupted_run_under_fsdp(
+def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, world_size: int, stop_at: int
 ) -> None:
     assert_resume_changes_nothing(undisturbed, tmp_path, world_size, RANDOM, stop_at, "fsdp")
@@ -177,7 +177,7 @@ def test_resumed_run_equals_uninterrupted_run_under_fsdp(
 
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("stop_at", [EPOCH, 3])
-def test_resumed_run_equals_uninterrupted_run_with_averaged_batchnorm(
+def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, stop_at: int
 ) -> None:
     """The run stops before statistics are averaged, while they differ between the ranks."""
@@ -229,7 +229,7 @@ def assert_resume_changes_nothing(
     ],
     ids=lambda overrides: "x".join(text.split("=")[1] for text in overrides),
 )
-def test_resume_with_different_devices_keeps_samples_and_losses(
+def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
     undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     def processes(overrides: tuple[str, ...]) -> int:
@@ -252,7 +252,7 @@ def test_resume_with_different_devices_keeps_samples_and_losses(
 
 
 @pytest.mark.slow
-def test_command_printed_by_a_stopped_run_continues_bit_for_bit(train: Train) -> None:
+def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(train: Train) -> None:
     """Two ranks with one loader worker each get a signal, and the printed command is run without changes."""
     overrides = (
         "parallel=ddp",
@@ -306,7 +306,7 @@ def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_si
         assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
-def test_resume_with_larger_max_steps_continues_in_mid_epoch(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(undisturbed: Any, tmp_path: Path) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     first = in_ranks(train, 1, str(tmp_path), config_of((*overrides, "train.max_steps=9")), None)[0]
@@ -319,7 +319,7 @@ def test_resume_with_larger_max_steps_continues_in_mid_epoch(undisturbed: Any, t
 
 
 @pytest.mark.slow
-def test_resume_measures_speed_of_the_last_steps_of_a_long_run(tmp_path: Path) -> None:
+def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_path: Path) -> None:
     """The remaining steps of a long run use the shorter warm-up of a short run."""
     overrides = (*spread(1), "train.epochs=8")
     in_ranks(train, 1, str(tmp_path), config_of(overrides), 41)
@@ -328,7 +328,7 @@ def test_resume_measures_speed_of_the_last_steps_of_a_long_run(tmp_path: Path) -
     assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
 
 
-def test_resume_from_the_final_checkpoint_writes_the_epoch_means(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(undisturbed: Any, tmp_path: Path) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")

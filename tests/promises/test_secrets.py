@@ -71,7 +71,7 @@ def files_with_secret(folder: Path) -> list[str]:
         ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
     ],
 )
-def test_literal_secret_is_refused_and_not_printed(
+def test_literal_secret_on_the_command_line_is_refused_and_not_printed(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: str
 ) -> None:
     monkeypatch.delenv("MISSING_TOKEN", raising=False)
@@ -80,7 +80,7 @@ def test_literal_secret_is_refused_and_not_printed(
     assert "s3cret" not in line and SECRET not in line
 
 
-def test_value_of_a_secret_variable_is_replaced_by_a_reference(
+def test_value_of_a_secret_environment_variable_is_saved_and_printed_as_a_reference(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
@@ -107,7 +107,7 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
     return config
 
 
-def test_secret_reference_stays_in_files_and_is_resolved_when_read(
+def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The name of the variable does not matter, because a reference keeps its value out of files."""
@@ -156,7 +156,7 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     assert hide_in(tree) == hidden
 
 
-def test_study_name_does_not_contain_a_secret(tmp_path: Path) -> None:
+def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path: Path) -> None:
     config = Config(search=SearchConfig(study_name=f"my {SECRET}", direction="maximize"))
     assert open_study(tmp_path, config, is_new=True).study_name == f"my {REFERENCE}"
     assert files_with_secret(tmp_path) == []
@@ -200,7 +200,7 @@ def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) ->
     assert not is_secret_variable(name, str(ROOT)), "the value of a variable that holds a path is not a secret"
 
 
-def test_variables_and_keys_with_similar_names_are_not_secret() -> None:
+def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> None:
     for name in ("PWD", "OLDPWD", "PATH", "TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "KEYBOARD", "COMPASS"):
         assert not is_secret_variable(name, "12345678"), name
     assert is_secret_variable("DATABASE_URL", "postgresql://me:pw@host/db")
@@ -208,7 +208,9 @@ def test_variables_and_keys_with_similar_names_are_not_secret() -> None:
         assert not is_secret_key(key), key
 
 
-def test_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from urllib.parse import quote_plus
 
     monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nabc\n")
@@ -242,11 +244,11 @@ def test_secret_is_hidden_in_every_notation(tmp_path: Path, monkeypatch: pytest.
         ("+num_tokens = 5", "+num_tokens = 5"),
     ],
 )
-def test_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
+def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
     assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
 
 
-def test_saved_config_has_a_secret_reference_that_can_be_resolved(
+def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)  # and breaks into lines

@@ -29,7 +29,7 @@ CONTENTS: dict[str, Any] = {
 }
 
 
-def test_write_does_not_follow_a_symlink_at_the_temporary_name(tmp_path: Path) -> None:
+def test_file_and_checkpoint_writes_do_not_follow_a_symlink_at_their_temporary_name(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".result.json.{os.getpid()}.tmp").symlink_to(victim)
@@ -43,7 +43,7 @@ def test_write_does_not_follow_a_symlink_at_the_temporary_name(tmp_path: Path) -
     assert not (tmp_path / "result.json").is_symlink() and not (folder / "step_1.pt").is_symlink()
 
 
-def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
+def test_run_files_and_checkpoints_are_private_under_umask_077(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         write_text(tmp_path / "run" / "a.json", "{}")
@@ -54,7 +54,7 @@ def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_compiled_code_is_not_read_from_a_shared_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (None, "/tmp/torchinductor_me"):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
@@ -115,7 +115,9 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 
 
 @pytest.mark.processes
-def test_ranks_of_other_scripts_listen_on_loopback_and_pass_on_exit_code(train: Train, tmp_path: Path) -> None:
+def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
+    train: Train, tmp_path: Path
+) -> None:
     """evaluate.py and scripts/predict.py start ranks this way. Files in the current folder are not imported."""
     (tmp_path / "started.py").write_text(STARTED)
     (tmp_path / "start.py").write_text(START)
@@ -134,7 +136,7 @@ def test_ranks_of_other_scripts_listen_on_loopback_and_pass_on_exit_code(train: 
     ("codes", "code"),
     [({0: 143, 1: 2}, 2), ({0: -15, 1: -9}, 137), ({0: 1, 1: 143}, 1), ({0: 143, 1: -15}, 143), ({}, 0)],
 )
-def test_exit_code_comes_from_the_rank_that_failed_first(
+def test_start_as_ranks_returns_exit_code_of_the_failed_rank_not_of_stopped_ranks(
     monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], code: int
 ) -> None:
     monkeypatch.setattr(torchrun, "run_agent", lambda *given: RankExits(exit_codes=codes))
@@ -156,7 +158,7 @@ def test_tensorboard_listens_on_loopback_with_the_documented_command(tmp_path: P
     assert not re.search(r"--bind_all|--host[ =]", "".join(texts).replace("`--bind_all`", ""))
 
 
-def test_threat_model_names_existing_tests() -> None:
+def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     tests = {
         name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())

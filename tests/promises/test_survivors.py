@@ -72,12 +72,12 @@ def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
             rank.kill()
 
 
-def test_rank_environment_holds_the_launcher_pid() -> None:
+def test_environment_of_ranks_contains_the_pid_of_their_launcher() -> None:
     assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 
 @pytest.mark.processes
-def test_terminate_descendants_ends_orphans_but_not_unrelated_processes() -> None:
+def test_terminate_descendants_ends_orphans_but_not_children_started_before_it() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))

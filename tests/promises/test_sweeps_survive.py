@@ -65,7 +65,7 @@ def statuses(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_done_job_does_not_run_again_when_a_killed_sweep_is_resumed(tmp_path: Path) -> None:
+def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(tmp_path: Path) -> None:
     """The checkpoint of a done job is at the last step, so a second run would have no measured steps."""
     jobs = frozen(tmp_path, "seed=1,2,3")
     for job in jobs.jobs[:2]:
@@ -83,7 +83,7 @@ def test_done_job_does_not_run_again_when_a_killed_sweep_is_resumed(tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_job_counts_as_done_when_a_signal_arrives_after_its_result(
+def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_STAYS", "60")
@@ -99,7 +99,9 @@ def test_job_counts_as_done_when_a_signal_arrives_after_its_result(
 
 
 @pytest.mark.processes
-def test_sweep_exits_with_an_error_when_a_job_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = JOB.replace('"done"', '"interrupted" if folder.name == "1" else "done"')
     monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", stopped, str(folder)])
     jobs = frozen(tmp_path, "seed=1,2,3")
@@ -108,7 +110,7 @@ def test_sweep_exits_with_an_error_when_a_job_was_stopped(tmp_path: Path, monkey
 
 
 @pytest.mark.processes
-def test_gpu_jobs_fail_instead_of_being_skipped_when_gpus_are_missing(
+def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
@@ -131,7 +133,9 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_keeps_its_folder_when_writing_its_page_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(jobs: Jobs, study: object, config: object) -> None:
         raise ValueError("a plot of no values")
 
@@ -143,7 +147,7 @@ def test_search_keeps_its_folder_when_writing_its_page_fails(tmp_path: Path, mon
 
 
 @pytest.mark.processes
-def test_done_trial_is_recorded_without_a_rerun_when_a_search_was_killed(
+def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell = Search._tell
@@ -222,7 +226,7 @@ def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     assert not new.exists()
 
 
-def test_array_task_without_result_is_listed_as_failed(tmp_path: Path, cluster: None) -> None:
+def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(tmp_path: Path, cluster: None) -> None:
     folder = tmp_path / "sweep"
     on_slurm(folder)
     assert '"$SLURM_ARRAY_TASK_ID" "$code"' in (folder / "job.sbatch").read_text()
@@ -238,7 +242,7 @@ def test_array_task_without_result_is_listed_as_failed(tmp_path: Path, cluster: 
     )
 
 
-def test_queued_array_is_not_submitted_again_when_a_sweep_is_resumed(
+def test_sweep_resume_is_refused_while_its_slurm_array_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the command was killed before it saved the ID of the array."""
@@ -251,7 +255,7 @@ def test_queued_array_is_not_submitted_again_when_a_sweep_is_resumed(
         main(f"sweep.resume={folder}")
 
 
-def test_cluster_wait_waits_for_every_array_task(
+def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_failed(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
@@ -276,7 +280,7 @@ def test_cluster_wait_waits_for_every_array_task(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_sweep_shows_a_line_per_job_and_a_progress_bar_in_terminals(
+def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
 ) -> None:
     """Names are printed unchanged, although rich reads brackets as markup."""
@@ -297,7 +301,7 @@ def test_sweep_shows_a_line_per_job_and_a_progress_bar_in_terminals(
     assert ("2/3" in shown) == is_terminal
 
 
-def test_sweep_display_continues_when_the_reader_of_stdout_exits(
+def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `| tee log`, Ctrl-C ends tee immediately, but the sweep must still record its jobs."""

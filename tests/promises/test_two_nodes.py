@@ -261,7 +261,7 @@ def test_nodes_refuse_to_train_when_their_data_differs(
     assert read_result(nodes.run_folder()).status == "failed"
 
 
-def test_stall_on_the_second_node_is_recorded_on_the_first(nodes: Nodes, tmp_path: Path) -> None:
+def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(nodes: Nodes, tmp_path: Path) -> None:
     fault = replace(FAULTS["stalls"], step=9)
     environment = {**fault_environment(fault, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
     started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
@@ -280,7 +280,7 @@ def test_stall_on_the_second_node_is_recorded_on_the_first(nodes: Nodes, tmp_pat
     assert not (nodes.run_folder() / ".lock").exists()
 
 
-def test_agents_are_refused_and_error_names_hosts_when_nnodes_differs(nodes: Nodes) -> None:
+def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(nodes: Nodes) -> None:
     started = nodes.torchrun(options=("--nnodes", "3"))
     wait_for(lambda: "--nnodes=3 on" in nodes.output(0), nodes)
     since = time.monotonic()
@@ -338,7 +338,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
-def test_error_names_a_lost_node_and_the_same_command_resumes_the_run(
+def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run(
     nodes: Nodes, undisturbed: tuple[Any, ...]
 ) -> None:
     """One run loses its second node three times, in three ways."""

@@ -48,7 +48,9 @@ def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(places:
         lambda ranks: {True, False} == {r[1] for r in ranks}
     )
 )
-def test_watchdog_blames_an_unresponsive_rank_wherever_it_stopped(ranks: list[tuple[tuple[int, int], bool]]) -> None:
+def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behind(
+    ranks: list[tuple[tuple[int, int], bool]],
+) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
     failed, recorder, _ = judge(
         heartbeats(places, [4] * len(ranks)), heartbeats(places, [4 + answer for answer in answers]), 120
@@ -57,21 +59,21 @@ def test_watchdog_blames_an_unresponsive_rank_wherever_it_stopped(ranks: list[tu
     assert answers[recorder]
 
 
-def test_watchdog_orders_the_forward_before_the_backward_pass() -> None:
+def test_watchdog_blames_the_rank_in_the_forward_pass_when_others_are_in_backward() -> None:
     now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
     failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
     assert failed.rank == 1
     assert "the forward pass of step 7" in reason
 
 
-def test_watchdog_reason_names_the_node_when_there_are_several() -> None:
+def test_watchdog_reason_names_node_and_host_when_there_are_several_nodes() -> None:
     now = [Heartbeat(rank, f"host{rank}", 1, 7, FORWARD + (rank == 0), 2, node=rank) for rank in range(2)]
     failed, _, reason = judge([dataclasses.replace(heartbeat, ticks=1) for heartbeat in now], now, 120)
     assert failed.rank == 1
     assert reason.startswith("node 1 (host1): rank 1 made no progress")
 
 
-def test_watchdog_detects_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_detects_that_the_main_thread_is_inside_pdb(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread is in a frame of pdb.py while another thread checks."""
     seen: list[bool] = []
     look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
@@ -144,7 +146,9 @@ def exchange(heartbeats: Heartbeats) -> None:
     heartbeats.answered_at = time.monotonic()
 
 
-def test_silent_node_is_reported_only_after_the_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_node_without_heartbeats_is_reported_lost_only_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     clock = [0.0]
     first, second = two_nodes(tmp_path, clock, monkeypatch)
     monkeypatch.setattr(liveness, "step", 7)
@@ -159,7 +163,9 @@ def test_silent_node_is_reported_only_after_the_time_limit(monkeypatch: pytest.M
     assert NODE_SILENT < clock[0] - silent_since < 10
 
 
-def test_node_may_be_silent_for_longer_before_its_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_node_without_heartbeats_has_a_longer_time_limit_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Importing libraries from a slow disk blocks every thread of a rank."""
     clock = [0.0]
     monkeypatch.setattr(liveness, "step", 0)
@@ -171,7 +177,7 @@ def test_node_may_be_silent_for_longer_before_its_first_step(monkeypatch: pytest
         assert (first.silent_node() is not None) == lost
 
 
-def test_watchdog_blames_node_0_when_the_store_does_not_respond(
+def test_node_1_reports_node_0_lost_when_the_torch_store_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = [0.0]
@@ -183,7 +189,7 @@ def test_watchdog_blames_node_0_when_the_store_does_not_respond(
     assert second.silent_node() is None, "the delay is explained by the suspension of this process"
 
 
-def test_watchdog_does_not_blame_another_node_when_the_store_is_late(
+def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = [0.0]
@@ -192,7 +198,9 @@ def test_watchdog_does_not_blame_another_node_when_the_store_is_late(
     assert first.silent_node() is None
 
 
-def test_watchdog_reacts_to_a_failure_when_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of node 0."""
 
     def full(folder: Path, record: dict[str, object]) -> None:
@@ -208,7 +216,7 @@ def test_watchdog_reacts_to_a_failure_when_the_disk_is_full(monkeypatch: pytest.
     assert second.failed and second.peer_has_left()
 
 
-def test_watchdog_close_waits_until_its_thread_has_left_the_store(tmp_path: Path) -> None:
+def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_path: Path) -> None:
     """A thread inside a store call at interpreter shutdown aborts the process, and a completed run would be lost."""
     inside, leave = threading.Event(), threading.Event()
 
@@ -225,7 +233,7 @@ def test_watchdog_close_waits_until_its_thread_has_left_the_store(tmp_path: Path
     assert "heartbeats" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_first_failure_is_chosen_by_arrival_order_instead_of_clocks(tmp_path: Path) -> None:
+def test_first_failure_is_chosen_by_order_of_arrival_instead_of_clock_time(tmp_path: Path) -> None:
     for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
         record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}
         write_failure(tmp_path, record)
@@ -257,7 +265,7 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_failure_record_reaches_another_node_through_the_store(tmp_path: Path) -> None:
+def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(tmp_path: Path) -> None:
     records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
     assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
 
@@ -287,7 +295,7 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 
 
 @pytest.mark.processes
-def test_watchdog_accepts_a_custom_training_loop_that_steps_an_optimizer(tmp_path: Path) -> None:
+def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(tmp_path: Path) -> None:
     """Two runs execute at the same time: one steps for twice the limit, the other stops after its first steps."""
     started = {}
     for name, step_for in (("stepping", 2.0 * LIMIT), ("idle", 0.2)):

@@ -55,7 +55,7 @@ def test_only_one_module_uses_names_that_windows_lacks() -> None:
 
 
 @pytest.mark.processes
-def test_package_can_be_imported_when_unix_names_are_missing() -> None:
+def test_train_and_evaluate_can_be_imported_when_unix_modules_are_missing() -> None:
     code = (
         "import signal, train, evaluate; from src.engine.machine import platform, lock, process, signals, usage;"
         "from src.engine import multirun; from src.engine.launch import job, rank;"
