@@ -48,7 +48,7 @@ def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "spread", [pytest.param("ddp", marks=pytest.mark.processes), *sorted(SPREADS.keys() - {"ddp"})]
 )
-def test_step_metrics_match_single_however_a_batch_is_divided(spread: str) -> None:
+def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_single(spread: str) -> None:
     config = resolved(*COMMON, *SPREADS[spread])
     expected = means_of_single(config)
     assert [list(means) for means in expected] == [["loss", "acc"]] * 2
