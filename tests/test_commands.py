@@ -41,7 +41,10 @@ TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?
 SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)")
 # Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
 ELSEWHERE = {
-    r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_make_installs_nothing_when_requirements_of_the_target_are_installed",
+    r"make (train|compare)\b": (
+        "test_make_train_installs_only_runtime_requirements "
+        "test_make_installs_nothing_when_requirements_of_the_target_are_installed"
+    ),
     r"python scripts/from_timm\.py": "test_script_writes_experiment_that_composes_to_converted_values",
     r"make doctor$": "test_doctor_runs_on_this_machine",
     r"python tests/engine/architecture\.py": "test_size_of_the_code_stays_within_its_limit",
@@ -56,8 +59,12 @@ ELSEWHERE = {
     r"torchrun --nproc-per-node 2$": "test_pytorch_examples_of_dp_and_ddp_page_run_without_error",
     r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_run_does_not_need_train_folder",
     r"python train\.py --config-path": "test_run_started_from_saved_config_reproduces_metrics_and_weights",
-    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
-    r"(make tune|python train\.py -m experiment=tune)": "test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed",
+    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": (
+        "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
+    ),
+    r"(make tune|python train\.py -m experiment=tune)": (
+        "test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed"
+    ),
     r"(wandb sync|mlflow ui)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -m src\.train ": "test_documented_training_command_runs",
@@ -67,21 +74,35 @@ ELSEWHERE = {
     r"cp conf/local": "test_example_file_of_local_settings_is_valid",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
-    r"python train\.py (-m )?debug=profile": "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_measures_the_time_to_replicate_the_model",
+    r"python train\.py (-m )?debug=profile": (
+        "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_measures_the_time_to_replicate_the_model"
+    ),
     r".* sweep\.dry_run=true": "test_dry_run_lists_the_jobs",
-    r"python train\.py resume=(<run folder>|outputs)": "test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files",
+    r"python train\.py resume=(<run folder>|outputs)": (
+        "test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files"
+    ),
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
-    r"python train\.py key=value … resume=auto_or_new": "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done",
+    r"python train\.py key=value … resume=auto_or_new": (
+        "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done"
+    ),
     r"python train\.py -m sweep\.resume=": "test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed",
-    r"python train\.py -m search=optuna .*search\.confirm=": "test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed",
-    r"python train\.py -m search=optuna cluster=slurm": "test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed",
+    r"python train\.py -m search=optuna .*search\.confirm=": (
+        "test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed"
+    ),
+    r"python train\.py -m search=optuna cluster=slurm": (
+        "test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed"
+    ),
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
-    r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine",
+    r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": (
+        "test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine"
+    ),
     r"python train\.py cluster=slurm": "test_job_script_contains_given_options",
     r"tests/dev_cluster\.sh": "cluster",
     r"scancel --signal": "test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node",
     r"scancel <job>": "test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder",
-    r"PYTHONPATH=\S+ python tests/test_report_simulation": "test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation",
+    r"PYTHONPATH=\S+ python tests/test_report_simulation": (
+        "test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation"
+    ),
     r"(python train\.py cluster=|)kubernetes": "test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained",
     r"torchrun (--nnodes|…)": "test_run_on_two_nodes_without_shared_disk_matches_one_machine",
 }

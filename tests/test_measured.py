@@ -145,7 +145,8 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
             work.wait()
             done.set_result(tensor)
 
-        threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()  # a warm-up that would spoil any mean
+        # Warm-up steps have another delay, which would show in the mean.
+        threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()
         return done
 
     hook.__annotations__.clear()  # torch wants its own types, not their names
@@ -153,7 +154,8 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     steps, communication = [0], strategy.communication(wrapped)
     for step in range(11):
         steps[0] = step
-        if step == 5:  # what the steps before have left is read when the next one begins
+        # The communication times of earlier steps are read when the next step begins.
+        if step == 5:
             communication.start_measuring()
         wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
     measured = communication.seconds()

@@ -449,7 +449,7 @@ def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
 @pytest.mark.parametrize(
     ("restarts", "saved", "code"), [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)]
 )
-def test_slurm_job_at_its_time_limit_fails_when_an_earlier_attempt_saved_no_later_step(
+def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
 ) -> None:
     """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not progress."""

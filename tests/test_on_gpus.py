@@ -49,7 +49,7 @@ class ThreadInTurn(threading.Thread):
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate three GPUs with fake tensors, which reject mixed devices but have no data and no backward pass."""
-    # It looks for GPUs when it starts, so before they are made up.
+    # FakeTensorMode looks for GPUs when it starts, so it must start before GPUs are simulated.
     with FakeTensorMode():
         _pretend(monkeypatch)
         yield

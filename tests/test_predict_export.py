@@ -248,7 +248,7 @@ def test_torch_export_program_matches_the_model_for_any_batch_size(
 def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forgets_a_layer(model: Any, folder: str, **more: Any) -> None:
+    def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
             # The written weights differ from the trained ones.
             model.head.weight[0] += 1
@@ -257,7 +257,7 @@ def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
             model.head.weight[0] -= 1
 
     save_for_hf = export.save_for_hf
-    monkeypatch.setattr(export, "save_for_hf", forgets_a_layer)
+    monkeypatch.setattr(export, "save_for_hf", save_changed_weights)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
     assert "outputs differ from the checkpoint" in capsys.readouterr().err
 
@@ -290,11 +290,11 @@ def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
 def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgets_the_input(model: Any, *given: Any, **more: Any) -> None:
+    def export_changed_model(model: Any, *given: Any, **more: Any) -> None:
         onnx_export(torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)), *given, **more)
 
     onnx_export = export.onnx_export
-    monkeypatch.setattr(export, "onnx_export", forgets_the_input)
+    monkeypatch.setattr(export, "onnx_export", export_changed_model)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
 
 
@@ -452,7 +452,7 @@ def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_
 def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
     finished_run: Finished, digits: Path, tmp_path: Path
 ) -> None:
-    """Prediction and export need neither the dataset nor the original path of the run."""
+    """Prediction does not use the original path of the run."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
     there, here = (predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder))

@@ -63,10 +63,9 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
 def test_every_docs_page_is_linked_from_the_readme(page: Path) -> None:
-    if page.parent.name == "docs":
-        assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
+    assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
 
 
 # The changelog also names what is gone.

@@ -134,7 +134,8 @@ def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -
     assert plain["counts"] in html and plain["counts"] in markdown
     assert "single has 1 device" in html
     links = set(re.findall(r'<a href="([^"]+)"', html))
-    assert links == {f"{number}/result.json" for number in range(4)}  # what never began has no folder to lead to
+    # Jobs that have not started have no folder to link to.
+    assert links == {f"{number}/result.json" for number in range(4)}
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
 
 
@@ -154,7 +155,8 @@ def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Pat
     write_result(folder, Result(status="done", strategy="ddp", devices=2, accelerator="cpu"))
     _, markdown, plain = read(sweep.folder)
     row = next(line for line in markdown.splitlines() if line.startswith("| ddp × 2"))
-    assert row.count("—") == 1  # images/s; columns that no point has a figure for are left out
+    # The dash stands for images/s. The report omits columns without any value.
+    assert row.count("—") == 1
     point = plain["points"][0]
     assert point["images_per_sec"] is None and point["peak_bytes"] == []
 
@@ -286,7 +288,8 @@ def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None
     assert "[0](0/result.json)" in markdown
     assert all(p["runs"] for p in plain["points"])
     claims = html[html.index("<dl>") :]
-    assert "<a " not in claims[: claims.index("</dl>")]  # one column of links: the points' folders
+    # Claims repeat none of the links of the tables.
+    assert "<a " not in claims[: claims.index("</dl>")]
 
 
 def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
@@ -412,9 +415,11 @@ def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("plots")
 def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    for number in range(150):  # a search: every run has other settings
+    # Every run has other settings, as in a search.
+    for number in range(150):
         sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    started = time.process_time()  # not the clock's: other programs may be running
+    # CPU time, because other programs may be running.
+    started = time.process_time()
     html = write_report([sweep.write()])
     assert time.process_time() - started < 12
     assert html.stat().st_size < 2e6

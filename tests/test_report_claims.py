@@ -44,7 +44,7 @@ def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(tm
         ([("dp", 2), ("ddp", 1)], False),
     ],
 )
-def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_equal_devices(
+def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_two_devices(
     tmp_path: Path, points: list[tuple[str, int]], has_claims: bool
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -75,7 +75,7 @@ def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) ->
 
 LESS_SPEED = {("ddp", 2): 1200, ("ddp", 4): 1300}
 BUSY_PARTS = {"data_ms": 1, "compute_ms": 2, "communication_ms": 16, "other_ms": 1}
-# claim -> what is changed in the runs of which strategy, so that the claim no longer holds
+# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records contradict the claim.
 FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp fills device 0": (3, "dp", {"memory": [{"device": n, "peak_bytes": GIB} for n in range(2)]}),
     "uneven ddp": (4, "ddp", {"memory": [{"device": n, "peak_bytes": (n + 1) * GIB} for n in range(2)]}),

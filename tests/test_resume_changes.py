@@ -554,8 +554,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.metric": ("val/loss", "val/acc_ema"),
     "checkpoint.every_steps": (2,),
 }
-# Keys of the model and the data, which a resumed run does not read again or must not change; of time, evaluation and records; of
-# devices (tests/promises/test_resume.py).
+# Keys that the random resume test does not change: keys of model and data that a resume ignores or refuses; keys of
+# duration, evaluation and records; keys of devices (tests/promises/test_resume.py).
 NOT_DRAWN = (
     # No built-in loss takes any.
     "train.loss_kwargs",
@@ -605,7 +605,7 @@ def test_every_config_key_is_changed_by_the_random_resume_test_or_listed_as_excl
     assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
 
 
-# Mostly keys that may change, because one that may not ends the example.
+# Mostly keys that a resume may change, because a refused key ends the example early.
 OFTEN = sorted(key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt")
 CHANGES = st.dictionaries(st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4)
 DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"])

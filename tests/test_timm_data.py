@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from src.data.check import check_data
 from src.data.datasets import build_dataset
 from src.engine.data import tar_index as tars
 from src.engine.data.loader import BatchFetcher
@@ -301,8 +300,3 @@ def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
         images = [index % num_images for index in indices]
         assert all(images.count(image) == copies for image in images)
     assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
-
-
-def test_check_data_refuses_a_tar_dataset_whose_root_folder_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such folder"):
-        check_data(config_of("tar", tmp_path / "nowhere").data)

@@ -247,7 +247,6 @@ def test_evaluation_config_of_an_mlflow_run_has_the_default_tracker(tmp_path: Pa
     from src.engine.config.evaluation import evaluation_config
 
     config = resolved(*SHORT)
-    config.tracker.use = {"no_such_package": True}
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
     assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()

@@ -141,7 +141,6 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(tmp_path: Path
 
 
 def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(finished_run: Finished) -> None:
-    """The first loss of the fine-tuned model is the loss with the loaded weights, not the loss of a random model."""
     from src.train.build import RunParts
 
     path = finished_run.folder / "checkpoints" / "last.pt"
