@@ -69,7 +69,7 @@ ELSEWHERE = {
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -m src\.train ": "test_documented_training_command_runs",
     r"python -c ": "test_python_one_liner_of_a_page_runs",
-    r"python scripts/plan\.py model=resnet18 ": "test_tables_of_batch_page_match_output_of_plan_py",
+    r"python scripts/plan\.py model=resnet18 ": "test_tables_of_docs_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
     r"cp conf/local": "test_example_file_of_local_settings_is_valid",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",

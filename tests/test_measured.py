@@ -210,7 +210,7 @@ def usage(**changes: float) -> dict[str, Any]:
     return quiet | changes | {"host": "here"}
 
 
-def test_disturbance_guard_excludes_cpu_time_of_the_run_from_load_of_other_programs() -> None:
+def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
     measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
     assert measured["load"] == 0.0, "expected zero load by other programs, because both ranks belong to this run"
     measured = guard({"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], [])

@@ -160,7 +160,7 @@ def test_multilabel_or_balanced_ddp_run_stopped_mid_epoch_resumes_bit_identicall
         (("train.class_weights=[1,-1]",), "train.class_weights=[1, -1]"),
     ],
 )
-def test_loss_metric_mixup_or_balance_is_refused_when_incompatible_with_the_task(
+def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_train_task(
     words: tuple[str, ...], key: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011

@@ -249,7 +249,7 @@ def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(monkeypatch: py
 
 
 @pytest.mark.parametrize(("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)])
-def test_config_error_is_printed_once_per_node(
+def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: tuple[int, ...], is_printed: bool
 ) -> None:
     """Rank 0 prints the error on node 0, and the first rank of each other node prints it there."""
@@ -344,7 +344,7 @@ def _share(ranks: Ranks, store: Store) -> bool:
 
 
 @pytest.mark.processes
-def test_share_state_sends_rank_0_state_to_all_ranks() -> None:
+def test_share_state_sends_the_checkpoint_state_of_rank_0_unchanged_to_all_ranks() -> None:
     assert in_ranks(_share, 2) == [True, True]
 
 

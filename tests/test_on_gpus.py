@@ -119,7 +119,7 @@ def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("output_device", [None, 0, 1])
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.usefixtures("three_gpus")
-def test_dp_places_loss_and_outputs_on_configured_device(
+def test_dp_places_the_training_loss_on_the_configured_output_device(
     device_ids: list[int] | None,
     output_device: int | None,
     loss_in_replica: bool | None,

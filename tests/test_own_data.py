@@ -95,7 +95,7 @@ def test_adding_images_does_not_change_split_of_existing_images(tmp_path: Path) 
     assert names_of(before.val) < names_of(after.val)
 
 
-def test_group_pattern_keeps_each_group_in_one_split(flowers: Path) -> None:
+def test_data_group_pattern_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
     config = DataConfig(name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_")
     dataset = build_dataset(config)
     groups = [{name.partition("/")[2].partition("_")[0] for name in names_of(s)} for s in (dataset.train, dataset.val)]
@@ -114,7 +114,7 @@ def rows_of(root: Path, **columns: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_csv_split_column_determines_split(flowers: Path) -> None:
+def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) -> None:
     rows = rows_of(flowers, split=lambda number: ("train", "val", "test", "train")[number % 4])
     path = write_csv(flowers / "split.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path)))
@@ -132,7 +132,7 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(f
     assert all(names_of(dataset.train) == set.union(*vals) - val for dataset, val in zip(folds, vals, strict=True))
 
 
-def test_csv_group_column_keeps_each_group_in_one_split(flowers: Path) -> None:
+def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
     rows = rows_of(flowers, group=lambda number: f"patient {number // 4}")
     path = write_csv(flowers / "groups.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path), val_fraction=0.4))

@@ -102,7 +102,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(devices: int
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_plan_divides_weights_gradients_optimizer_and_ema_by_shard_size_under_fsdp() -> None:
+def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
     ddp = plan_for("parallel=ddp", *overrides, devices=4).bytes
     assert ddp is not None
@@ -118,7 +118,7 @@ def test_plan_divides_weights_gradients_optimizer_and_ema_by_shard_size_under_fs
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
 
 
-def test_plan_covers_absent_devices_and_suggests_batch_sizes_for_indivisible_ones() -> None:
+def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_batches() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "nearest: 63, 66" in plans[1].reason

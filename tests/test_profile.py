@@ -111,7 +111,9 @@ def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path, without_pl
 
 
 @pytest.mark.slow
-def test_profile_excludes_evaluation_and_checkpoint_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_step_parts_exclude_evaluation_and_checkpoint_saving_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each epoch has three steps, and is followed by an evaluation and a checkpoint."""
     from src.train.run import Trainer
 
@@ -146,7 +148,7 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("overrides", [("train.max_steps=13",), ("train.max_steps=null", "train.epochs=4")])
-def test_profile_steps_is_refused_when_the_run_has_no_further_step_to_time(
+def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """Four epochs have twelve steps. The first case fails before ranks start, the second after the data are loaded."""
@@ -159,7 +161,7 @@ def test_profile_steps_is_refused_when_the_run_has_no_further_step_to_time(
 
 
 @pytest.mark.slow
-def test_profile_steps_is_accepted_when_the_run_has_one_further_step_to_time(tmp_path: Path) -> None:
+def test_profile_steps_is_accepted_when_one_step_is_left_to_time_after_profiling(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.max_steps=14")
     assert result["throughput"]["steps_timed"] == 1
     assert sum(parts_of(result["profile"][0]).values()) > 0

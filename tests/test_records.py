@@ -106,7 +106,7 @@ def test_refused_resume_restores_the_previous_code_diff_of_the_run(
     assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (before or False)
 
 
-def test_saved_code_diff_begins_with_cut_when_git_fails(tmp_path: Path) -> None:
+def test_saved_code_diff_starts_with_a_cut_off_notice_when_git_fails(tmp_path: Path) -> None:
     write_code_diff(tmp_path, True, tmp_path / "nowhere")
     assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 
@@ -116,7 +116,7 @@ def test_command_output_that_is_not_utf8_is_decoded_with_replacement_characters(
     assert environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
 
 
-def test_concurrent_claims_of_one_run_folder_name_get_different_folders(tmp_path: Path) -> None:
+def test_run_folders_created_concurrently_with_one_name_are_different_folders(tmp_path: Path) -> None:
     """Many threads claim the same name at the same time below a parent folder that does not exist yet."""
     count = 24
     gate, claimed = threading.Barrier(count), []
@@ -268,7 +268,7 @@ def test_error_names_result_json_when_the_file_is_not_utf8(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
-def test_error_names_jobs_json_when_the_file_is_invalid(tmp_path: Path, contents: bytes) -> None:
+def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "jobs.json").write_bytes(contents)
     with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
         read_jobs(tmp_path)
@@ -284,7 +284,7 @@ def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(tm
     assert read_result(tmp_path).status == "failed"
 
 
-def test_result_with_unknown_status_is_not_written(tmp_path: Path) -> None:
+def test_result_json_is_not_written_when_its_status_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_result(tmp_path, Result(status="wonderful"))
     assert list(tmp_path.iterdir()) == []
@@ -311,7 +311,7 @@ RESULTS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(result=RESULTS)
-def test_result_is_unchanged_when_written_and_read_back(result: Result) -> None:
+def test_result_is_unchanged_when_written_to_json_and_read_back(result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_result(Path(folder), result)
         assert read_result(Path(folder)) == result

@@ -68,7 +68,7 @@ def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_each(tmp_
     assert [point["needless_threads"] for point in plain["points"]] == [None, None] and "†" not in html
 
 
-def test_report_separates_strong_and_weak_scaling(tmp_path: Path) -> None:
+def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for devices, speed in ((1, 1000), (2, 1980)):
         sweep.repeat("single" if devices == 1 else "ddp", devices, [speed, speed + 1, speed - 1], per_device=64)
@@ -80,7 +80,7 @@ def test_report_separates_strong_and_weak_scaling(tmp_path: Path) -> None:
         assert "weak scaling, batch 64 per device" in text
 
 
-def test_report_groups_runs_by_machine_and_evaluates_claims_for_each(tmp_path: Path) -> None:
+def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_machine(tmp_path: Path) -> None:
     first, second = full_sweep(tmp_path / "a"), full_sweep(tmp_path / "b", accelerator="cpu")
     html, _, plain = read(first.write(), second.write())
     assert {g["hardware"].split(";")[0] for g in plain["groups"]} == {"CPU: EPYC 9554, 16 cores", "NVIDIA H200"}
@@ -91,7 +91,7 @@ def test_report_groups_runs_by_machine_and_evaluates_claims_for_each(tmp_path: P
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_groups_runs_by_training_settings_and_compares_parallel_options_within(tmp_path: Path) -> None:
+def test_report_groups_runs_by_training_settings_and_compares_parallel_options_in_a_group(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000)
     for bucket in (1, 25):
@@ -202,7 +202,7 @@ def test_report_excludes_run_when_devices_in_its_result_is_not_a_number(tmp_path
     assert plain["runs"][-1]["compared"] is False
 
 
-def test_report_accepts_a_single_run_folder(tmp_path: Path) -> None:
+def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     run = sweep.add("single", 1)
     html, _, plain = read(run)

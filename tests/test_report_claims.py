@@ -151,7 +151,7 @@ def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_
         (LESS_SPEED, 15, NOT_SUPPORTED),
     ],
 )
-def test_verdicts_of_speed_claims_follow_the_measured_speed_of_ddp(
+def test_verdicts_of_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_ddp(
     tmp_path: Path, speeds: dict[tuple[str, int], float], number: int, expected: str
 ) -> None:
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
@@ -206,7 +206,7 @@ def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shall
     assert results == [SUPPORTED, NOT_SUPPORTED]
 
 
-def test_claim_on_dp_batch_sizes_follows_recorded_chunk_sizes_and_refused_batch_sizes(tmp_path: Path) -> None:
+def test_claim_that_dp_splits_batches_unevenly_follows_chunk_sizes_and_refused_batch_sizes(tmp_path: Path) -> None:
     def verdict(change: Callable[[Sweep], object]) -> str:
         sweep = Sweep(tmp_path / f"s{len(list(tmp_path.iterdir()))}")
         sweep.add("dp", 2)
@@ -231,7 +231,7 @@ def test_claim_on_dp_batch_sizes_follows_recorded_chunk_sizes_and_refused_batch_
     assert verdict(lambda sweep: sweep.add("dp", 4, batch_size=2)) == NOT_SUPPORTED
 
 
-def test_claim_that_only_ddp_spans_nodes_follows_which_strategy_ran_on_two_nodes(tmp_path: Path) -> None:
+def test_claim_that_only_ddp_spans_nodes_is_not_supported_when_dp_ran_on_two_nodes(tmp_path: Path) -> None:
     def verdict(strategy: str) -> str:
         sweep = Sweep(tmp_path / strategy)
         for each in ("dp", "ddp"):

@@ -85,7 +85,7 @@ def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_
     assert all(c["n"] == 3 and c["low"] < c["ratio"] < c["high"] for c in results.values())
 
 
-def test_report_speed_verdict_depends_on_sweep_smallest_difference(tmp_path: Path) -> None:
+def test_speedup_of_10_percent_is_supported_only_when_sweep_smallest_difference_is_below_it(tmp_path: Path) -> None:
     results = []
     for smallest in (0.03, 0.2):
         sweep = Sweep(tmp_path / f"s{smallest}")
@@ -143,7 +143,7 @@ def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(t
     assert "2 other jobs" in html
 
 
-def test_report_recommendation_asks_for_a_single_run_when_none_is_comparable(tmp_path: Path) -> None:
+def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_comparable(tmp_path: Path) -> None:
     for name, changes in (("none", None), ("concurrent", {"neighbours": 1})):
         sweep = Sweep(tmp_path / name)
         sweep.repeat("ddp", 2, [1900, 1910, 1890])
@@ -244,7 +244,7 @@ def test_report_shows_but_does_not_compare_first_and_last_baseline_run_of_a_swee
     assert "The baseline, first and last: 300 and 290 images/s." in html
 
 
-def test_report_is_written_when_only_the_first_baseline_run_has_ended(tmp_path: Path) -> None:
+def test_report_is_written_when_only_the_first_baseline_run_of_a_sweep_has_ended(tmp_path: Path) -> None:
     """dp on CPU records one memory value for all devices, and no repeat has recorded it yet."""
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
     sweep.add("dp", 2)

@@ -355,7 +355,7 @@ def test_accuracy_difference_and_its_interval_are_computed_on_the_arcsine_scale(
     assert (contrast.low, contrast.high) == pytest.approx(tuple(ends))
 
 
-def test_smallest_difference_is_a_share_of_the_error_rate_for_accuracy_and_of_a_loss() -> None:
+def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_for_loss() -> None:
     scale = proportion_scale()
     level = scale.to(0.9)
     assert scale.back(level + scale.smallest_shift(level, 0.03)) == pytest.approx(0.903)
@@ -363,7 +363,7 @@ def test_smallest_difference_is_a_share_of_the_error_rate_for_accuracy_and_of_a_
     assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
 
 
-def test_corrected_value_scores_each_seed_with_the_setting_chosen_on_other_seeds() -> None:
+def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_other_seeds() -> None:
     rows = [("a", 0, 0.9), ("b", 0, 0.5), ("a", 1, 0.4), ("b", 1, 0.6), ("a", 2, 0.5), ("b", 2, 0.7)]
     # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without 2, a scores 0.5.
     assert corrected_value(rows, proportion_scale()) == pytest.approx((0.5 + 0.4 + 0.5) / 3)

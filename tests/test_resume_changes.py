@@ -230,7 +230,7 @@ def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path), steps=8)
 
 
-def test_resume_discards_state_of_a_different_optimizer_and_logs_it(
+def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
     stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, config = stopped(5), config_of(data, "optim=sgd")

@@ -94,7 +94,7 @@ def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -
     assert after == before
 
 
-def test_run_from_an_older_version_resumes_when_removed_keys_have_defaults(main: Main) -> None:
+def test_run_of_an_older_version_resumes_only_when_its_removed_keys_have_default_values(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
     composed = folder / ".hydra" / "config.yaml"
     for config in (composed, folder / "config.yaml"):

@@ -56,7 +56,9 @@ def test_train_sampler_shard_matches_torch_distributed_sampler(drawn: tuple[int,
 
 
 @given(epochs())
-def test_batches_of_all_ranks_together_form_the_global_batch(drawn: tuple[int, int, int, int, int]) -> None:
+def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
     num_samples, batch, world, seed, epoch = drawn
     alone = [index_batch.indices.tolist() for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]]
     each = [list(sampler) for sampler in samplers(num_samples, batch, world, seed, epoch)]
@@ -81,7 +83,7 @@ def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
     assert {shard.batches_per_epoch for shard in made} == {num_samples // batch}
 
 
-def test_sample_order_differs_between_epochs_and_seeds() -> None:
+def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
     """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch 0 with seed s + 1."""
     for copies in (1, 3):
         orders = set()

@@ -76,7 +76,7 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
     assert space["g.h"].override("2") == "+g.h=2"
 
 
-def test_command_line_can_add_replace_and_remove_searched_keys() -> None:
+def test_search_overrides_add_replace_and_remove_searched_keys() -> None:
     assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
     assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {"optim.lr", "train.smoothing"}
     assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
@@ -167,7 +167,7 @@ def test_search_reports_each_evaluation_to_optuna_once_and_returns_the_prune_rea
     assert trial.reported == {1: 0.6, 2: 0.4}
 
 
-def test_resumed_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) -> None:
+def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) -> None:
     path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
     path.write_text('{"step": 9, "val/acc": 0.4}\n')
     follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]

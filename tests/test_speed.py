@@ -87,7 +87,7 @@ def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
     assert many == few
 
 
-def test_number_of_tensor_values_read_by_evaluation_does_not_grow_with_batches() -> None:
+def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
     """torch.bincount and indexing with a mask, for example, would read values earlier."""
     strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))

@@ -136,12 +136,12 @@ def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(monkeypatch
 @pytest.mark.parametrize(
     "overrides", [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]]
 )
-def test_sweep_is_refused_when_a_value_is_invalid(overrides: list[str]) -> None:
+def test_sweep_is_refused_when_a_swept_value_is_invalid(overrides: list[str]) -> None:
     with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
         points(*overrides)
 
 
-def test_sweep_is_refused_when_a_range_is_empty() -> None:
+def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
     with pytest.raises(ValueError, match=r"seed=range\(3,3\): "):
         points("seed=range(3,3)")
 

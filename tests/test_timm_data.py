@@ -121,7 +121,7 @@ def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(first:
     ],
     ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
 )
-def test_tar_dataset_reads_numeric_dotted_and_hidden_member_names(
+def test_tar_dataset_accepts_numeric_and_dotted_member_names_and_ignores_hidden_files(
     tmp_path: Path, name: str, members: dict[str, bytes], classes: list[str]
 ) -> None:
     for split in ("train", "val"):
