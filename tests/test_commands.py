@@ -72,17 +72,25 @@ ELSEWHERE = {
     r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
     r"python train\.py resume=(<run folder>|outputs)": "test_train_py_resumes_with_announced_changes_or_exits_2",
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
-    r"python train\.py key=value … resume=auto_or_new": "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done",
-    r"python train\.py -m sweep\.resume=": "test_interrupted_sweep_is_completed_when_resumed",
-    r"python train\.py -m search=optuna .*search\.confirm=": "test_killed_confirmation_reports_on_new_seeds_when_resumed",
-    r"python train\.py -m search=optuna cluster=slurm": "test_killed_search_finds_its_running_trials_when_resumed",
+    r"python train\.py key=value … resume=auto_or_new": (
+        "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done"
+    ),
+    r"python train\.py -m sweep\.resume=": "test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed",
+    r"python train\.py -m search=optuna .*search\.confirm=": (
+        "test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed"
+    ),
+    r"python train\.py -m search=optuna cluster=slurm": (
+        "test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed"
+    ),
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
     r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_job_on_two_nodes_matches_run_on_one_machine",
     r"python train\.py cluster=slurm": "test_slurm_job_script_contains_given_options",
     r"tests/dev_cluster\.sh": "cluster",
-    r"scancel --signal": "test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node",
-    r"scancel <job>": "test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder",
-    r"PYTHONPATH=\S+ python tests/test_report_simulation": "test_decisions_keep_error_rate_and_power_in_the_full_simulation",
+    r"scancel --signal": "test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node",
+    r"scancel <job>": "test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder",
+    r"PYTHONPATH=\S+ python tests/test_report_simulation": (
+        "test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation"
+    ),
     r"(python train\.py cluster=|)kubernetes": "test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained",
     r"torchrun (--nnodes|…)": "test_run_on_two_nodes_without_shared_disk_matches_one_machine",
 }

@@ -96,7 +96,7 @@ def test_make_test_installs_runtime_and_development_requirements(checkout: Path)
     ]
 
 
-def test_make_accepts_python_and_venv_variables(checkout: Path) -> None:
+def test_make_train_uses_python_venv_and_args_variables_of_the_command_line(checkout: Path) -> None:
     commands = make("-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout)
     assert "python3.12 -m venv /elsewhere/env" in commands
     assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
@@ -106,7 +106,9 @@ def test_make_accepts_python_and_venv_variables(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "stamps"), [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))]
 )
-def test_second_make_call_does_not_install_again(checkout: Path, target: str, stamps: tuple[str, ...]) -> None:
+def test_make_installs_nothing_when_requirements_of_the_target_are_installed(
+    checkout: Path, target: str, stamps: tuple[str, ...]
+) -> None:
     make_stamps(checkout, *stamps)
     commands = make("-n", target, folder=checkout)
     assert "install" not in commands
@@ -114,7 +116,7 @@ def test_second_make_call_does_not_install_again(checkout: Path, target: str, st
     assert len(commands.splitlines()) == 1
 
 
-def test_changed_requirements_are_installed(checkout: Path) -> None:
+def test_make_installs_a_requirements_file_again_when_the_file_has_changed(checkout: Path) -> None:
     make_stamps(checkout, "runtime", "development")
     touch(checkout / "requirements.txt", 3_000_000)
     assert "install.py requirements.txt" in make("-n", "train", folder=checkout)
@@ -125,7 +127,7 @@ def test_changed_requirements_are_installed(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
-def test_requirements_have_exact_versions(name: str) -> None:
+def test_requirements_files_pin_every_package_to_an_exact_version(name: str) -> None:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     pins = [line for line in lines if line and line != "-r requirements.txt"]
     assert pins
@@ -137,7 +139,7 @@ def test_runtime_requirements_do_not_include_development_tools() -> None:
     assert [tool for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit") if f"\n{tool}" in runtime] == []
 
 
-def test_ci_runs_the_linters_and_the_tests() -> None:
+def test_ci_script_calls_make_lint_make_test_and_only_existing_targets() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     text = script.read_text(encoding="utf-8")
@@ -149,7 +151,7 @@ def test_ci_runs_the_linters_and_the_tests() -> None:
         make("-n", target)
 
 
-def test_workflow_refers_to_existing_scripts_markers_and_requirements() -> None:
+def test_github_workflow_runs_ci_script_and_portable_tests_with_a_timeout() -> None:
     """The workflow has not run yet, so at least the scripts, markers and requirements in it must exist."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]

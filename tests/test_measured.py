@@ -63,13 +63,15 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return in_ranks(trained, 2, str(folder), *words)[0], folder
 
 
-def test_throughput_matches_time_between_logged_steps(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_images_per_sec_matches_time_between_logged_steps_of_a_ddp_run(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
     result, folder = two_ranks
     assert result["throughput"]["images_per_sec"] == pytest.approx(by_the_clock(folder, 16), rel=0.02)
     assert result["throughput"]["steps_timed"] == 68
 
 
-def test_parts_of_step_time_add_up_to_whole_step(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_step_time_parts_add_up_to_the_step_time(two_ranks: tuple[dict[str, Any], Path]) -> None:
     result, _ = two_ranks
     step = 1000 * 16 / result["throughput"]["images_per_sec"]
     assert sum(result["step"].values()) == pytest.approx(step)
@@ -85,14 +87,16 @@ def test_result_has_data_and_compute_time_for_every_rank(two_ranks: tuple[dict[s
     assert result["hosts"] == [result["ranks"][0]["host"]]
 
 
-def test_proof_contains_only_parameter_hash_and_chunk_sizes(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_of_ddp_run_records_start_parameter_hash_hash_equality_and_chunk_sizes(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
     result, _ = two_ranks
     assert result["proof"].keys() == {"parameters_hash_start", "hashes_equal", "chunk_sizes"}
     assert result["proof"]["hashes_equal"] is True and result["proof"]["chunk_sizes"] == [8, 8]
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
 
 
-def test_run_drops_images_of_incomplete_last_step(tmp_path: Path) -> None:
+def test_run_with_accumulation_drops_images_that_do_not_fill_the_last_step(tmp_path: Path) -> None:
     """An epoch has six batches, and a step accumulates four."""
     result = in_ranks(trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1")[0]
     assert (result["steps"], result["samples_seen"], result["dropped_per_epoch"]) == (1, 128, 64)
@@ -113,7 +117,7 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
 
 
 @pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_slow_rank_has_longer_compute_time(tmp_path: Path, slow: int) -> None:
+def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(tmp_path: Path, slow: int) -> None:
     """The step time is the same on all ranks, but waiting for the slow rank does not count as compute time."""
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
@@ -141,7 +145,8 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
             work.wait()
             done.set_result(tensor)
 
-        threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()  # a warm-up that would spoil any mean
+        # Warm-up steps have another delay, which would show in the mean.
+        threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()
         return done
 
     hook.__annotations__.clear()  # torch wants its own types, not their names
@@ -149,7 +154,8 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     steps, communication = [0], strategy.communication(wrapped)
     for step in range(11):
         steps[0] = step
-        if step == 5:  # what the steps before have left is read when the next one begins
+        # The communication times of earlier steps are read when the next step begins.
+        if step == 5:
             communication.start_measuring()
         wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
     measured = communication.seconds()
@@ -159,7 +165,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
 
 
 @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_communication_time_matches_known_delay_of_hook(norm: bool) -> None:
+def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: bool) -> None:
     for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
         assert whole == pytest.approx(0.4, rel=0.1)
         assert exposed == pytest.approx(0.4, rel=0.1)
@@ -178,7 +184,7 @@ def alone(ranks: Ranks, store: Any) -> Any:
     return measured
 
 
-def test_single_rank_reports_zero_communication() -> None:
+def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
     assert in_ranks(alone, 1) == [((0.0, 0.0), (0, 0))]
 
 
@@ -191,7 +197,7 @@ def bytes_of(ranks: Ranks, store: Any, *overrides: str) -> Any:
     return measured
 
 
-def test_ddp_sends_gradients_once_per_step_with_accumulation() -> None:
+def test_ddp_communication_bytes_do_not_grow_with_gradient_accumulation() -> None:
     gradients, buffers = 4 * (72 + 16), 4 * 16 + 8
     expected = (gradients, gradients + buffers)
     assert in_ranks(bytes_of, 2, "parallel.broadcast_buffers=true")[0] == [expected, expected]
@@ -204,7 +210,7 @@ def usage(**changes: float) -> dict[str, Any]:
     return quiet | changes | {"host": "here"}
 
 
-def test_disturbance_guard_distinguishes_run_from_other_programs() -> None:
+def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
     measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
     assert measured["load"] == 0.0, "expected zero load by other programs, because both ranks belong to this run"
     measured = guard({"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], [])
@@ -226,7 +232,9 @@ def test_disturbance_guard_distinguishes_run_from_other_programs() -> None:
         (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
     ],
 )
-def test_run_flags_name_each_disturbance_of_its_speed(changes: dict[str, Any], reasons: list[str]) -> None:
+def test_result_flags_name_cpu_load_steal_slowdown_or_gpu_throttling_during_a_run(
+    changes: dict[str, Any], reasons: list[str]
+) -> None:
     assert flags(QUIET | changes, 100) == reasons
 
 
@@ -300,7 +308,9 @@ def metered(ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("uuids", "gpus"), [(["GPU-a", "GPU-b"], 2), (["GPU-a", "GPU-a"], 1)])
-def test_energy_is_summed_over_the_gpus_of_all_ranks(tmp_path: Path, uuids: list[str], gpus: int) -> None:
+def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
+    tmp_path: Path, uuids: list[str], gpus: int
+) -> None:
     """Ranks that share a GPU read the same counter, which counts once."""
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
     result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
@@ -310,18 +320,18 @@ def test_energy_is_summed_over_the_gpus_of_all_ranks(tmp_path: Path, uuids: list
 
 
 @pytest.mark.processes
-def test_energy_is_null_when_one_gpu_has_no_counter(tmp_path: Path) -> None:
+def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
     result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]
     assert result["energy"] == {"joules_per_image": None, "kwh": None}
 
 
-def test_energy_is_null_without_gpus(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_energy_is_null_when_training_on_cpu(two_ranks: tuple[dict[str, Any], Path]) -> None:
     assert two_ranks[0]["energy"] == {"joules_per_image": None, "kwh": None}
 
 
 @pytest.mark.processes
-def test_peak_memory_of_rank_excludes_memory_of_launcher() -> None:
+def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() -> None:
     """On Linux, ru_maxrss starts at the memory use of the parent process."""
     held = bytearray(300 * 2**20)
     code = "from src.engine.machine.platform import peak_memory; print(peak_memory())"

@@ -70,7 +70,7 @@ rows_of_scores = st.integers(2, 40).flatmap(
 @settings(max_examples=60, deadline=None)
 @given(rows_of_scores)
 @pytest.mark.filterwarnings("ignore:No positive class")
-def test_map_and_f1_macro_match_scikit_learn(rows: tuple[list[list[float]], list[list[bool]]]) -> None:
+def test_multilabel_map_and_macro_f1_match_scikit_learn(rows: tuple[list[list[float]], list[list[bool]]]) -> None:
     scores, labels = torch.tensor(rows[0]), torch.tensor(rows[1]).float()
     expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
     assert mean_average_precision(scores, labels) == pytest.approx(expected)
@@ -100,7 +100,7 @@ def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 3])
-def test_multilabel_metrics_match_on_any_number_of_ranks(
+def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
     devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path
 ) -> None:
     words = (*SMALL, f"data.root={scenes}", "parallel=ddp", f"parallel.devices={devices}")
@@ -110,7 +110,7 @@ def test_multilabel_metrics_match_on_any_number_of_ranks(
         assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
-def test_multilabel_metrics_match_exported_predictions(
+def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "predictions.csv"
@@ -133,7 +133,9 @@ def test_multilabel_metrics_match_exported_predictions(
 @pytest.mark.parametrize(
     "words", [SMALL, ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16")]
 )
-def test_run_stopped_mid_epoch_resumes_bit_identically(words: tuple[str, ...], scenes: Path, tmp_path: Path) -> None:
+def test_multilabel_or_balanced_ddp_run_stopped_mid_epoch_resumes_bit_identically(
+    words: tuple[str, ...], scenes: Path, tmp_path: Path
+) -> None:
     root = (f"data.root={scenes}",) if words is SMALL else ()
     more = (*words, *root, "train.epochs=2", "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
     whole = run_warm(tmp_path / "whole", *more)
@@ -158,13 +160,15 @@ def test_run_stopped_mid_epoch_resumes_bit_identically(words: tuple[str, ...], s
         (("train.class_weights=[1,-1]",), "train.class_weights=[1, -1]"),
     ],
 )
-def test_keys_incompatible_with_task_are_refused(words: tuple[str, ...], key: str) -> None:
+def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_train_task(
+    words: tuple[str, ...], key: str
+) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         resolved(*words)
     assert str(refusal.value).startswith(key)
 
 
-def test_automatic_class_weights_match_timm() -> None:
+def test_class_weights_auto_are_inversely_proportional_to_class_frequency() -> None:
     labels = torch.tensor([0] * 6 + [1] * 3 + [2])
     weights = class_weights(TrainConfig(class_weights="auto"), labels, 3)["class_weight"]
     assert weights[1] / weights[0] == pytest.approx(2)
@@ -176,7 +180,7 @@ def test_automatic_class_weights_match_timm() -> None:
     )
 
 
-def test_class_weights_have_one_number_per_output() -> None:
+def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_classes() -> None:
     with pytest.raises(ValueError, match=r"train\.class_weights=\[1\.0, 2\.0\]: .* 3 classes"):
         class_weights(TrainConfig(class_weights=[1.0, 2.0]), None, 3)
     # The last class has no training image, as with data.limit_train.
@@ -185,7 +189,7 @@ def test_class_weights_have_one_number_per_output() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_weighted_cross_entropy_is_mean_over_images(smoothing: float) -> None:
+def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(smoothing: float) -> None:
     config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)
     criterion = build_criterion(config, AugmentConfig(), class_weights(config, None, 3))
     scores, labels = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1] * 2)
@@ -208,7 +212,9 @@ def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
 @pytest.mark.parametrize(
     ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
 )
-def test_balance_draws_classes_in_proportion_to_power_of_class_size(balance: float, shares: tuple[float, ...]) -> None:
+def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
+    balance: float, shares: tuple[float, ...]
+) -> None:
     drawn: Counter[int] = Counter()
     one = sampler(0, 1, balance)
     for epoch in range(20):
@@ -220,7 +226,7 @@ def test_balance_draws_classes_in_proportion_to_power_of_class_size(balance: flo
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_balanced_sampler_divides_distinct_draws_among_ranks(world_size: int) -> None:
+def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: int) -> None:
     whole = sampler(0, 1, 1.0)
     whole.start_at(5)
     drawn = whole.shard().tolist()
@@ -235,6 +241,6 @@ def test_balanced_sampler_divides_distinct_draws_among_ranks(world_size: int) ->
     assert torch.stack(shards, 1).flatten().tolist() == drawn
 
 
-def test_balance_requires_one_class_per_image() -> None:
+def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
     with pytest.raises(ValueError, match=r"data\.balance=1"):
         class_balance(None, 1)

@@ -50,11 +50,11 @@ TORCHRUN = {
 }
 
 
-def test_srun_task_reads_rank_from_environment() -> None:
+def test_srun_task_reads_rank_world_size_and_node_from_slurm_variables() -> None:
     assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
 
 
-def test_torchrun_variables_override_srun_variables() -> None:
+def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
     """srun starts one task per node, and each task is a torchrun agent that starts ranks."""
     place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
     assert ranks_from_environment(SRUN | TORCHRUN) == place
@@ -64,7 +64,7 @@ def test_torchrun_variables_override_srun_variables() -> None:
 @pytest.mark.parametrize(
     "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
 )
-def test_single_task_is_not_treated_as_rank(environment: dict[str, str]) -> None:
+def test_process_is_not_treated_as_a_rank_when_srun_starts_no_more_than_one_task(environment: dict[str, str]) -> None:
     assert ranks_from_environment(environment) is None
 
 
@@ -77,7 +77,9 @@ def test_single_task_is_not_treated_as_rank(environment: dict[str, str]) -> None
         ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
     ],
 )
-def test_ranks_of_mpirun_are_refused_with_the_command_to_use(environment: dict[str, str], name: str) -> None:
+def test_ranks_started_by_mpirun_are_refused_with_advice_to_use_torchrun_or_srun(
+    environment: dict[str, str], name: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: .*without mpirun.* torchrun or srun"):
         ranks_from_environment(environment)
 
@@ -92,12 +94,14 @@ def test_ranks_of_mpirun_are_refused_with_the_command_to_use(environment: dict[s
         ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
     ],
 )
-def test_variables_of_mpi_are_accepted_when_ranks_are_known(environment: dict[str, str], ranks: Ranks | None) -> None:
+def test_mpi_variables_are_ignored_when_torchrun_or_srun_sets_the_rank_or_mpi_has_one_process(
+    environment: dict[str, str], ranks: Ranks | None
+) -> None:
     assert ranks_from_environment(environment) == ranks
 
 
 @pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
-def test_error_names_missing_srun_variable(missing: str) -> None:
+def test_srun_task_error_names_the_missing_slurm_variable(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
 
@@ -115,7 +119,7 @@ def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
     ]
 
 
-def test_automatic_threads_follow_node_with_fewest_cores() -> None:
+def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device = "auto"
@@ -127,7 +131,7 @@ def test_automatic_threads_follow_node_with_fewest_cores() -> None:
     assert config.parallel.threads_per_device == 3
 
 
-def test_srun_tasks_on_one_node_share_cores_and_devices() -> None:
+def test_srun_tasks_on_one_node_add_up_their_cores_and_need_one_gpu_per_rank() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = "auto", "cuda", "nccl"
@@ -138,7 +142,7 @@ def test_srun_tasks_on_one_node_share_cores_and_devices() -> None:
         fit_to_nodes(config, asked, [tasks[0], tasks[0]])
 
 
-def test_error_names_host_without_cuda_devices() -> None:
+def test_multi_node_run_error_names_the_host_without_cuda_devices() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.accelerator = "auto"
@@ -149,13 +153,15 @@ def test_error_names_host_without_cuda_devices() -> None:
         fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
-def test_listen_towards_uses_loopback_only_for_loopback_address() -> None:
+def test_rendezvous_listens_on_loopback_interface_only_for_address_127_0_0_1() -> None:
     """127.0.0.1 is for simulated nodes on one machine; a host name or empty name that resolves to it is not."""
     assert set(listen_towards("127.0.0.1").values()) == {"lo"}
     assert listen_towards("localhost") == listen_towards("") == {}
 
 
-def test_restarted_ranks_reuse_only_folder_of_their_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_restarted_by_torchrun_reuse_the_run_folder_of_their_own_job_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two jobs may have the same --rdzv-id, and the first attempt may have failed before it created a folder."""
     from torch.distributed import HashStore, PrefixStore
 
@@ -179,7 +185,7 @@ TORCH = version("torch")  # as installed, without the build that torch.__version
 ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
 
 
-def test_node_inventory_lists_arguments_libraries_and_code_files() -> None:
+def test_node_inventory_lists_overrides_library_versions_and_code_files() -> None:
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -198,7 +204,7 @@ def test_node_inventory_lists_arguments_libraries_and_code_files() -> None:
         ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
     ],
 )
-def test_error_names_hosts_and_first_software_difference(
+def test_error_names_hosts_whose_overrides_library_versions_or_code_differ(
     monkeypatch: pytest.MonkeyPatch, key: str, value: str, parts: tuple[str, ...]
 ) -> None:
     from torch.distributed import HashStore
@@ -215,7 +221,7 @@ def test_error_names_hosts_and_first_software_difference(
     assert all(part in str(refusal.value) for part in parts)
 
 
-def test_only_first_rank_of_each_node_reports_software(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr("sys.argv", ["train.py", *ARGUMENTS])
@@ -243,7 +249,7 @@ def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(monkeypatch: py
 
 
 @pytest.mark.parametrize(("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)])
-def test_config_error_is_printed_once_per_node(
+def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: tuple[int, ...], is_printed: bool
 ) -> None:
     """Rank 0 prints the error on node 0, and the first rank of each other node prints it there."""
@@ -302,7 +308,7 @@ def shift_synthetic_labels(number: int) -> None:
         ("labels", "train names and labels="),
     ],
 )
-def test_ranks_refuse_data_that_differs_from_rank_0(change: str, part: str) -> None:
+def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(change: str, part: str) -> None:
     first, second = in_ranks(_build_other_data, 2, change)
     assert first == second
     assert part in first and bool(first) == bool(change)
@@ -338,7 +344,7 @@ def _share(ranks: Ranks, store: Store) -> bool:
 
 
 @pytest.mark.processes
-def test_share_state_sends_rank_0_state_to_all_ranks() -> None:
+def test_share_state_sends_the_checkpoint_state_of_rank_0_unchanged_to_all_ranks() -> None:
     assert in_ranks(_share, 2) == [True, True]
 
 
@@ -368,7 +374,9 @@ def _train(ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]) 
 @pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
-def test_comm_hook_halves_recorded_communication_bytes(tmp_path: Any, hook: str, bytes_per_value: int) -> None:
+def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
+    tmp_path: Any, hook: str, bytes_per_value: int
+) -> None:
     results, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
     assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
 
@@ -383,7 +391,7 @@ def test_checkpoint_every_minutes_follows_clock_of_rank_0(tmp_path: Any, minutes
 
 
 @pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
-def test_other_node_waits_for_node_0_up_to_start_timeout(
+def test_second_node_waits_for_node_0_up_to_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
 ) -> None:
     """The timeout comes from the config of the job; the default applies when the disk is not shared."""
@@ -414,7 +422,7 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
-def test_requeued_job_waits_until_previous_attempt_ends(
+def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_folder(
     requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
 ) -> None:
     """The previous attempt still runs if only its slurmd died. The job requeues itself after start_timeout - 60 s."""
@@ -430,7 +438,7 @@ def test_requeued_job_waits_until_previous_attempt_ends(
 
 
 @pytest.mark.parametrize(("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")])
-def test_job_is_refused_when_its_folder_is_locked_by_another_job(
+def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
     requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     with lock_folder(requeued):
@@ -441,7 +449,7 @@ def test_job_is_refused_when_its_folder_is_locked_by_another_job(
 @pytest.mark.parametrize(
     ("restarts", "saved", "code"), [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)]
 )
-def test_job_warned_of_time_limit_is_requeued_only_after_progress(
+def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
 ) -> None:
     """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not progress."""
@@ -463,7 +471,7 @@ def test_job_warned_of_time_limit_is_requeued_only_after_progress(
 
 
 @pytest.mark.parametrize(("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")])
-def test_time_limit_warning_is_recorded_before_ranks_start(
+def test_slurm_time_limit_signal_before_ranks_start_is_recorded_as_status_in_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, code: int, status: str
 ) -> None:
     """Without a handler, the signal would kill a process that imports torch, and Slurm would requeue it forever."""
@@ -492,7 +500,7 @@ def test_time_limit_warning_is_recorded_before_ranks_start(
         ("torchrun train.py", None, False),
     ],
 )
-def test_elastic_nnodes_is_refused(
+def test_torchrun_is_refused_when_nnodes_is_a_range(
     monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
 ) -> None:
     """torchrun would restart the ranks whenever a node joins or leaves, without counting a restart."""

@@ -49,7 +49,7 @@ class ThreadInTurn(threading.Thread):
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate three GPUs with fake tensors, which reject mixed devices but have no data and no backward pass."""
-    # It looks for GPUs when it starts, so before they are made up.
+    # FakeTensorMode looks for GPUs when it starts, so it must start before GPUs are simulated.
     with FakeTensorMode():
         _pretend(monkeypatch)
         yield
@@ -119,7 +119,7 @@ def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("output_device", [None, 0, 1])
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.usefixtures("three_gpus")
-def test_dp_places_loss_and_outputs_on_configured_device(
+def test_dp_places_the_training_loss_on_the_configured_output_device(
     device_ids: list[int] | None,
     output_device: int | None,
     loss_in_replica: bool | None,
@@ -157,7 +157,7 @@ def evaluate_with(strategy: Any, model: nn.Module, dtype: torch.dtype | None, ba
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 @pytest.mark.usefixtures("three_gpus")
-def test_dp_evaluates_on_gpus_in_training_precision(dtype: torch.dtype | None) -> None:
+def test_dp_evaluates_on_every_gpu_in_the_training_precision(dtype: torch.dtype | None) -> None:
     strategy = on_gpus(devices=3)
     with strategy.device:
         model = Seen()
@@ -168,7 +168,7 @@ def test_dp_evaluates_on_gpus_in_training_precision(dtype: torch.dtype | None) -
 
 
 @pytest.mark.parametrize("spread", ["single", "dp"])
-def test_evaluation_uses_training_precision_in_every_replica(spread: str) -> None:
+def test_cpu_evaluation_with_single_and_dp_runs_every_replica_in_training_precision(spread: str) -> None:
     """Replicas are CPU threads, each with a separate autocast state."""
     config = ParallelConfig(
         strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
@@ -193,7 +193,7 @@ def test_dp_seeds_each_gpu_differently_in_every_step() -> None:
 
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.usefixtures("three_gpus")
-def test_dp_bytes_per_step_include_every_accumulated_batch(loss_in_replica: bool | None) -> None:
+def test_dp_communication_bytes_are_counted_for_every_accumulated_batch(loss_in_replica: bool | None) -> None:
     strategy = on_gpus(devices=2, loss_in_replica=loss_in_replica)
     with strategy.device:
         model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
@@ -210,7 +210,7 @@ def test_dp_bytes_per_step_include_every_accumulated_batch(loss_in_replica: bool
 
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "mixnet_s", "regnetx_002"])
-def test_sync_bn_does_not_change_outputs(name: str) -> None:
+def test_sync_bn_does_not_change_eval_outputs_of_timm_models(name: str) -> None:
     """BatchNorm layers of timm include the activation, which the converter of torch drops."""
     built = []
     for sync_bn in (False, True):
@@ -223,7 +223,9 @@ def test_sync_bn_does_not_change_outputs(name: str) -> None:
         torch.testing.assert_close(synchronized(images), bare(images), rtol=0, atol=0)
 
 
-def test_memory_report_adds_rank_when_device_names_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     strategy = build_strategy(
         ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
     )
@@ -278,7 +280,7 @@ def test_cudnn_benchmark_is_enabled_unless_deterministic(deterministic: bool) ->
 
 
 @pytest.mark.usefixtures("deterministic_here")
-def test_error_names_operation_that_lacks_deterministic_algorithm(tmp_path: Path) -> None:
+def test_deterministic_run_error_names_operation_without_deterministic_algorithm(tmp_path: Path) -> None:
     use_deterministic_algorithms()
     config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true")
     try:

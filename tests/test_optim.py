@@ -28,7 +28,7 @@ QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
         for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
     ],
 )
-def test_timm_optimizer_updates_the_weights(opt: str) -> None:
+def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
@@ -42,14 +42,14 @@ def test_timm_optimizer_updates_the_weights(opt: str) -> None:
 
 
 @pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
-def test_optimizer_is_refused_when_its_package_is_missing(opt: str) -> None:
+def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("Apex or bitsandbytes may work here")
     with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
         build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
 
 
-def test_norms_and_biases_have_no_weight_decay() -> None:
+def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
     model = timm.create_model("test_vit")
     optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -89,14 +89,18 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
         (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
     ],
 )
-def test_schedule_matches_its_formula(overrides: tuple[str, ...], expected: dict[int, float]) -> None:
+def test_learning_rate_schedule_matches_rates_computed_by_hand(
+    overrides: tuple[str, ...], expected: dict[int, float]
+) -> None:
     actual = rates(*overrides)
     assert {step: actual[step] for step in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("decay_epochs", [0.5, 0.7, 1.0, 2.5])
 @pytest.mark.parametrize("sched", ["wsd", "rsqrt"])
-def test_decay_epochs_below_1_count_as_epochs(sched: str, decay_epochs: float) -> None:
+def test_decay_epochs_of_wsd_and_rsqrt_schedules_set_the_length_of_the_final_decay(
+    sched: str, decay_epochs: float
+) -> None:
     """The learning rate warms up for 20 steps, is constant (wsd) or falls (rsqrt), and decays at the end."""
     actual = rates(f"optim.sched={sched}", f"optim.decay_epochs={decay_epochs}", "optim.cooldown_epochs=1")
     decay_starts = 90 - 10 * decay_epochs
@@ -108,7 +112,7 @@ def test_decay_epochs_below_1_count_as_epochs(sched: str, decay_epochs: float) -
 
 
 @pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
-def test_schedule_does_not_depend_on_steps_per_epoch(sched: str) -> None:
+def test_learning_rate_by_epoch_does_not_depend_on_steps_per_epoch(sched: str) -> None:
     """More accumulation or a larger batch gives fewer steps per epoch, but the same curve over epochs."""
     few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
     assert few == pytest.approx(many[::4], abs=0.02)

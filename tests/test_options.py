@@ -139,7 +139,7 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
     ("group", "option"),
     [pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow) for row in OPTIONS],
 )
-def test_config_group_option_trains_one_step(
+def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:
     folder = tmp_path / "run"
@@ -159,7 +159,7 @@ def test_config_group_option_trains_one_step(
     )
 
 
-def test_options_listed_as_quick_exist() -> None:
+def test_config_options_selected_for_the_fast_test_suite_exist() -> None:
     assert set(QUICK) <= set(OPTIONS)
 
 
@@ -168,7 +168,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.processes
-def test_saved_config_reproduces_metrics_of_run(run_command: RunCommand, tmp_path: Path) -> None:
+def test_run_started_from_saved_config_reproduces_metrics_and_weights(run_command: RunCommand, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = (
         "model=tiny",
@@ -193,7 +193,9 @@ def test_saved_config_reproduces_metrics_of_run(run_command: RunCommand, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_metrics_change_with_a_different_seed(run_command: RunCommand, tmp_path: Path) -> None:
+def test_run_started_from_saved_config_with_another_seed_has_another_train_loss(
+    run_command: RunCommand, tmp_path: Path
+) -> None:
     """If the seed had no effect, the test above could not fail."""
     run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")
     run_command(tmp_path / "two", "--config-path", str(tmp_path / "one"), "--config-name", "config", "seed=2")

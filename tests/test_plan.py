@@ -40,7 +40,7 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
         ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20"),
     ],
 )
-def test_plan_bytes_match_bytes_allocated_by_a_step(overrides: tuple[str, ...]) -> None:
+def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(overrides: tuple[str, ...]) -> None:
     config = resolved("parallel=single", *overrides)
     planned = plan_for("parallel=single", *overrides).bytes
     assert planned is not None
@@ -79,7 +79,7 @@ def allocated(forward: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [1, 2])
-def test_plan_matches_real_runs(devices: int, tmp_path: Path) -> None:
+def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(devices: int, tmp_path: Path) -> None:
     overrides = (
         "optim.sched=cosine",
         "optim.warmup_epochs=1",
@@ -103,7 +103,7 @@ def test_plan_matches_real_runs(devices: int, tmp_path: Path) -> None:
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_plan_of_fsdp_divides_all_but_activations_by_the_devices_that_hold_a_model() -> None:
+def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
     ddp = plan_for("parallel=ddp", *overrides, devices=4).bytes
     assert ddp is not None
@@ -119,7 +119,7 @@ def test_plan_of_fsdp_divides_all_but_activations_by_the_devices_that_hold_a_mod
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
 
 
-def test_plan_includes_missing_hardware_and_explains_impossible_device_counts() -> None:
+def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_batches() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "nearest: 63, 66" in plans[1].reason
@@ -130,7 +130,7 @@ def test_plan_includes_missing_hardware_and_explains_impossible_device_counts() 
     assert plans[2].bytes.buckets == plans[2].bytes.gradients
 
 
-def test_plan_counts_attention_flops() -> None:
+def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
     """FLOPs are counted as without a fused kernel: 2 per multiply-add; the backward pass costs twice the forward pass."""
     overrides = (
         "model=resnet18",
@@ -149,7 +149,7 @@ def test_plan_counts_attention_flops() -> None:
     )
 
 
-def test_plan_py_needs_no_images_when_counts_are_given(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(capfd: pytest.CaptureFixture[str]) -> None:
     overrides = ["experiment=imagenet_vit_small", "parallel.devices=8", "images=1281167", "classes=1000"]
     assert plan_script.main([*overrides, "train.epochs=300", "--json"]) == 0
     [actual] = json.loads(capfd.readouterr().out)
@@ -159,7 +159,7 @@ def test_plan_py_needs_no_images_when_counts_are_given(capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("word", "other"), [("images=1000", "classes"), ("classes=10", "images")])
-def test_plan_py_refuses_images_or_classes_given_alone(
+def test_plan_py_refuses_images_without_classes_and_classes_without_images(
     word: str, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert plan_script.main([*WORDS, word]) == 2
@@ -167,18 +167,18 @@ def test_plan_py_refuses_images_or_classes_given_alone(
     assert out == "" and err.startswith(f"plan.py: {word}: needs {other}") and len(err.splitlines()) == 1
 
 
-def test_plan_py_names_the_counts_when_the_data_are_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
     assert plan_script.main(["experiment=imagenet_vit_small", "parallel.devices=8", "data.root=/nonexistent"]) == 2
     err = capfd.readouterr().err
     assert "data.root=/nonexistent" in err and "images=" in err and "classes=" in err
 
 
-def test_plan_names_batch_size_when_batchnorm_gets_one_image() -> None:
+def test_plan_reason_names_batch_size_when_batchnorm_would_get_one_image_per_device() -> None:
     reason = plan_for("model=resnet18", "data.image_size=32", "data.batch_size=2", devices=2).reason
     assert "BatchNorm" in reason and "data.batch_size" in reason
 
 
-def test_plan_warns_about_risky_settings() -> None:
+def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images() -> None:
     small = plan_for("model=resnet18", "data.batch_size=6", devices=2)
     assert any("per-device batch 3 with BatchNorm" in warning for warning in small.warnings)
     assert not any("BatchNorm" in warning for warning in plan_for("data.batch_size=6", devices=2).warnings), (
@@ -191,7 +191,7 @@ def test_plan_warns_about_risky_settings() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_plan_py_prints_a_table_and_json() -> None:
+def test_plan_py_json_output_has_one_entry_per_device_count() -> None:
     command = [sys.executable, "scripts/plan.py", "model=tiny", "parallel.devices=1,8", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert [entry["devices"] for entry in json.loads(done.stdout)] == [1, 8], done.stderr

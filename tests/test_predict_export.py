@@ -68,7 +68,7 @@ def share_right(actual: list[Prediction]) -> float:
     return sum(one.classes[0] == Path(one.path).parent.name for one in readable) / len(readable)
 
 
-def test_predictions_match_the_evaluated_accuracy(finished_run: Finished, digits: Path) -> None:
+def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(finished_run: Finished, digits: Path) -> None:
     actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
     assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
     assert [Path(one.path).name for one in actual if not one.classes] == ["torn.png"]
@@ -80,7 +80,7 @@ def test_predictions_match_the_evaluated_accuracy(finished_run: Finished, digits
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("parallel", "world"), [("dp", 1), ("ddp", 2), ("ddp", 3)])
-def test_predictions_are_equal_under_all_strategies(
+def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
@@ -91,7 +91,9 @@ def test_predictions_are_equal_under_all_strategies(
             assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
 
 
-def test_prediction_lists_all_classes_when_topk_exceeds_their_number(finished_run: Finished, digits: Path) -> None:
+def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
+    finished_run: Finished, digits: Path
+) -> None:
     file = next((digits / "7").glob("*.png"))
     (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
     assert sorted(actual.classes) == [str(n) for n in range(10)]
@@ -115,7 +117,9 @@ def test_prediction_tables_are_valid_csv_json_and_text(tmp_path: Path, capsys: p
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_predict_py_runs_under_ddp(train: Train, finished_run: Finished, digits: Path, tmp_path: Path) -> None:
+def test_predict_py_under_ddp_writes_one_csv_row_per_image(
+    train: Train, finished_run: Finished, digits: Path, tmp_path: Path
+) -> None:
     overrides = [
         f"run={finished_run.folder}",
         f"images={digits}",
@@ -171,7 +175,7 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
         (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
     ],
 )
-def test_scripts_refuse_bad_arguments_in_one_line(
+def test_predict_and_export_scripts_refuse_bad_arguments_in_one_line(
     finished_run: Finished,
     digits: Path,
     tmp_path: Path,
@@ -194,7 +198,9 @@ def exported(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("way", ["folder", "checkpoint_path"])
-def test_export_loaded_by_timm_matches_the_evaluated_accuracy(finished_run: Finished, exported: Path, way: str) -> None:
+def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
+    finished_run: Finished, exported: Path, way: str
+) -> None:
     """Load the model as a user would, from the two exported files."""
     config = json.loads((exported / "config.json").read_text())
     if way == "folder":
@@ -212,7 +218,7 @@ def test_export_loaded_by_timm_matches_the_evaluated_accuracy(finished_run: Fini
     assert right.float().mean().item() == pytest.approx(finished_run.result["test"]["acc"], abs=1e-6)
 
 
-def test_export_names_what_the_transform_of_timm_ignores(
+def test_export_prints_that_timm_transforms_ignore_exif_and_16_bit_images(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}"]) == 0
@@ -220,7 +226,7 @@ def test_export_names_what_the_transform_of_timm_ignores(
     assert "EXIF" in lines[-1] and "16-bit" in lines[-1]
 
 
-def test_export_keeps_the_crop_mode(finished_run: Finished, tmp_path: Path) -> None:
+def test_export_writes_the_crop_mode_of_the_run_to_config_json(finished_run: Finished, tmp_path: Path) -> None:
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.preprocessing = replace(trained.preprocessing, crop_mode="border")
     export.export_safetensors(trained, tmp_path)
@@ -239,10 +245,10 @@ def test_torch_export_program_matches_the_model_for_any_batch_size(
         torch.testing.assert_close(program(images), model(images), atol=1e-5, rtol=1e-4)
 
 
-def test_export_exits_1_when_outputs_differ_from_checkpoint_outputs(
+def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forgets_a_layer(model: Any, folder: str, **more: Any) -> None:
+    def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
             # The written weights differ from the trained ones.
             model.head.weight[0] += 1
@@ -251,7 +257,7 @@ def test_export_exits_1_when_outputs_differ_from_checkpoint_outputs(
             model.head.weight[0] -= 1
 
     save_for_hf = export.save_for_hf
-    monkeypatch.setattr(export, "save_for_hf", forgets_a_layer)
+    monkeypatch.setattr(export, "save_for_hf", save_changed_weights)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
     assert "outputs differ from the checkpoint" in capsys.readouterr().err
 
@@ -262,7 +268,7 @@ needs_onnx = pytest.mark.skipif(
 
 
 @needs_onnx
-def test_onnx_model_matches_the_checkpoint_at_batch_1_and_7(
+def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import onnxruntime
@@ -281,18 +287,18 @@ def test_onnx_model_matches_the_checkpoint_at_batch_1_and_7(
 
 
 @needs_onnx
-def test_export_exits_1_when_onnx_outputs_differ(
+def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgets_the_input(model: Any, *given: Any, **more: Any) -> None:
+    def export_changed_model(model: Any, *given: Any, **more: Any) -> None:
         onnx_export(torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)), *given, **more)
 
     onnx_export = export.onnx_export
-    monkeypatch.setattr(export, "onnx_export", forgets_the_input)
+    monkeypatch.setattr(export, "onnx_export", export_changed_model)
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
 
 
-def test_onnx_is_refused_with_the_pip_line_when_packages_are_missing(
+def test_onnx_export_is_refused_with_a_pip_command_when_packages_are_missing(
     finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(export_script, "find_spec", lambda name: None if name == "onnxscript" else name)
@@ -308,7 +314,7 @@ def hub_folder(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_hub_folder_has_a_model_card_with_the_metrics_of_the_run(finished_run: Finished, hub_folder: Path) -> None:
+def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(finished_run: Finished, hub_folder: Path) -> None:
     card, result = (hub_folder / "README.md").read_text(), finished_run.result
     environment = json.loads((finished_run.folder / "environment.json").read_text())
     rows = {tuple(line.strip("| ").split(" | ")) for line in card.splitlines() if re.match(r"\| (val|test) ", line)}
@@ -321,7 +327,7 @@ def test_hub_folder_has_a_model_card_with_the_metrics_of_the_run(finished_run: F
     assert header["library_name"] == "timm" and "license" not in header and "# license:" in card
 
 
-def test_hub_config_states_no_license_and_no_number_of_classes_twice(hub_folder: Path) -> None:
+def test_hub_export_config_has_no_license_and_states_num_classes_once(hub_folder: Path) -> None:
     """transformers passes num_classes to timm in addition to `model_args`, which is an error if these have it too."""
     config = json.loads((hub_folder / "config.json").read_text())
     assert config["num_classes"] == 10 and "num_classes" not in config["model_args"]
@@ -331,7 +337,7 @@ def test_hub_config_states_no_license_and_no_number_of_classes_twice(hub_folder:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
-def test_hub_folder_loads_in_transformers_with_names_and_normalization(
+def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
     finished_run: Finished, hub_folder: Path
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -346,7 +352,9 @@ def test_hub_folder_loads_in_transformers_with_names_and_normalization(
         torch.testing.assert_close(model(images).logits, trained.model(images))
 
 
-def test_hub_folder_of_several_labels_asks_for_the_sigmoid(finished_run: Finished, tmp_path: Path) -> None:
+def test_hub_export_of_a_multilabel_model_declares_the_problem_type_and_shows_sigmoid(
+    finished_run: Finished, tmp_path: Path
+) -> None:
     """It also names the outputs that have no class, because transformers ignores a list that is too short."""
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.config = replace(trained.config, train=replace(trained.config.train, task="multilabel"))
@@ -366,7 +374,7 @@ def test_hub_folder_of_several_labels_asks_for_the_sigmoid(finished_run: Finishe
         ("last", "model", [("val", 0.1, 40)]),
     ],
 )
-def test_model_card_has_the_metrics_of_the_exported_weights(
+def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
     finished_run: Finished, tmp_path: Path, checkpoint: str, weights: str, values: list[Any]
 ) -> None:
     """Only the weights that the run tested have metrics of the test split."""
@@ -384,7 +392,7 @@ def test_model_card_has_the_metrics_of_the_exported_weights(
     ("name", "status", "message"),
     [("src.models.cifar_resnet.CifarResNet18", "done", "model.name=src"), (None, "interrupted", "interrupted, exp")],
 )
-def test_hub_refuses_a_custom_model_and_an_unfinished_run_without_writing(
+def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_nothing(
     finished_run: Finished, tmp_path: Path, name: str | None, status: str, message: str
 ) -> None:
     trained = load_trained(finished_run.folder, None, None, CPU)
@@ -398,7 +406,7 @@ def test_hub_refuses_a_custom_model_and_an_unfinished_run_without_writing(
 
 
 @pytest.mark.processes
-def test_load_uses_averaged_weights_when_the_checkpoint_metric_uses_them(tmp_path: Path) -> None:
+def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(tmp_path: Path) -> None:
     overrides = ("model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic")
     run = run_warm(tmp_path / "run", "parallel=single", *overrides)
     loaded = load_trained(run, None, None, CPU)
@@ -412,7 +420,7 @@ def test_load_uses_averaged_weights_when_the_checkpoint_metric_uses_them(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_export_of_a_custom_model_writes_its_tensors(tmp_path: Path) -> None:
+def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path: Path) -> None:
     overrides = (
         "model=resnet18",
         "model.name=src.models.cifar_resnet.CifarResNet18",
@@ -427,7 +435,7 @@ def test_export_of_a_custom_model_writes_its_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_load_keeps_the_model_image_size_when_only_eval_image_size_is_set(tmp_path: Path) -> None:
+def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_set(tmp_path: Path) -> None:
     """`data.eval_image_size` alone changes neither the training image size nor the position embedding."""
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "images" / place).mkdir(parents=True)
@@ -441,10 +449,10 @@ def test_load_keeps_the_model_image_size_when_only_eval_image_size_is_set(tmp_pa
     assert actual.model.pos_embed.shape[1] == 1 + (224 // 8) ** 2
 
 
-def test_moved_run_folder_predicts_and_exports_without_its_dataset(
+def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
     finished_run: Finished, digits: Path, tmp_path: Path
 ) -> None:
-    """Prediction and export need neither the dataset nor the original path of the run."""
+    """Prediction does not use the original path of the run."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
     there, here = (predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder))

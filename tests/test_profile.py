@@ -64,7 +64,7 @@ def check_trace(path: Path, names: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_profiler_prints_nothing_on_the_console(train: Train) -> None:
+def test_profiled_run_prints_step_parts_on_stdout_and_nothing_on_stderr(train: Train) -> None:
     done = train("debug=profile", "parallel=single", "data.limit_train=640")
     assert done.returncode == 0 and done.stderr == "", done.output
     assert "backward" in done.stdout
@@ -81,7 +81,9 @@ def test_profiled_single_run_equals_unprofiled_run_bit_for_bit(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_profile_of_dp_measures_copy_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_of_dp_measures_the_time_to_replicate_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replicate = ThreadedDataParallel.replicate
 
     def slow(self: Any, *args: Any) -> Any:
@@ -99,7 +101,7 @@ def test_profile_of_dp_measures_copy_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_profile_of_ddp_writes_a_trace_per_rank(tmp_path: Path, without_plots: None) -> None:
+def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path, without_plots: None) -> None:
     result = in_ranks(trained, 2, str(tmp_path / "run"), "parallel=ddp", "parallel.devices=2")[0]
     check(result, tmp_path / "run", COMMON, ranks=2)
     page = write_report([tmp_path / "run"]).read_text()
@@ -109,7 +111,9 @@ def test_profile_of_ddp_writes_a_trace_per_rank(tmp_path: Path, without_plots: N
 
 
 @pytest.mark.slow
-def test_profile_excludes_evaluation_and_checkpoint_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_step_parts_exclude_evaluation_and_checkpoint_saving_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each epoch has three steps, and is followed by an evaluation and a checkpoint."""
     from src.train.run import Trainer
 
@@ -125,7 +129,7 @@ def test_profile_excludes_evaluation_and_checkpoint_saving(tmp_path: Path, monke
     assert check_sum == pytest.approx(sum(result["step"].values()), rel=0.05)
 
 
-def test_run_without_profile_steps_does_not_create_a_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_creates_no_profiler_when_profile_steps_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a profiler the training loop calls plain step hooks, which record no marks and wrap no calls."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -144,7 +148,9 @@ def test_run_without_profile_steps_does_not_create_a_profiler(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("overrides", [("train.max_steps=13",), ("train.max_steps=null", "train.epochs=4")])
-def test_run_refuses_profile_steps_when_no_step_remains_to_time(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     """Four epochs have twelve steps. The first case fails before ranks start, the second after the data are loaded."""
     # RefusedError is a ValueError.
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
@@ -155,13 +161,13 @@ def test_run_refuses_profile_steps_when_no_step_remains_to_time(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_run_accepts_profile_steps_when_one_step_remains_to_time(tmp_path: Path) -> None:
+def test_profile_steps_is_accepted_when_one_step_is_left_to_time_after_profiling(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.max_steps=14")
     assert result["throughput"]["steps_timed"] == 1
     assert sum(parts_of(result["profile"][0]).values()) > 0
 
 
-def test_part_timer_total_ends_at_the_last_mark() -> None:
+def test_profiler_part_timer_excludes_time_after_the_last_mark() -> None:
     """The time between two marks belongs to the first mark; the time after the last mark is not yet included."""
     from src.engine.runtime.step_profiler import PartTimer
 

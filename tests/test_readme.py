@@ -55,7 +55,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_on_a_page_point_to_existing_files_and_headings(page: Path) -> None:
+def test_links_on_documentation_pages_point_to_existing_files_and_headings(page: Path) -> None:
     for link in links_of(page.read_text(encoding="utf-8")):
         name, _, place = link.partition("#")
         target = page.parent / name if name else page
@@ -63,15 +63,14 @@ def test_links_on_a_page_point_to_existing_files_and_headings(page: Path) -> Non
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_is_linked_from_the_readme(page: Path) -> None:
-    if page.parent.name == "docs":
-        assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_every_docs_page_is_linked_from_the_readme(page: Path) -> None:
+    assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
 
 
 # The changelog also names what is gone.
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
-def test_scripts_options_and_make_targets_named_on_a_page_exist(page: Path) -> None:
+def test_scripts_options_and_make_targets_named_in_the_documentation_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     scripts = re.findall(r"python (scripts/[\w/]+\.py)((?: +--[\w-]+(?: [\w.,]+)?)*)", text)
     for script, options in scripts:
@@ -92,14 +91,14 @@ def test_readme_is_at_most_110_lines() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in ("extend.md", "keys.md")], ids=lambda page: page.name
 )
-def test_page_is_at_most_250_lines(page: Path) -> None:
+def test_documentation_page_is_at_most_250_lines(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 250
 
 
 @pytest.mark.parametrize(
     ("first", "second"), [("README.md", "README.zh-CN.md"), ("docs/dp_and_ddp.md", "docs/dp_and_ddp.zh-CN.md")]
 )
-def test_both_readmes_have_the_same_commands_tables_links_and_code(first: str, second: str) -> None:
+def test_english_and_chinese_pages_have_the_same_commands_tables_links_and_code(first: str, second: str) -> None:
     english, chinese = text_of(first), text_of(second)
     assert OUTPUT.findall(english) == OUTPUT.findall(chinese) != []
     shown = re.compile(
@@ -126,7 +125,7 @@ def test_both_readmes_have_the_same_commands_tables_links_and_code(first: str, s
     assert sorted(code[0]) == sorted(code[1])
 
 
-def test_project_version_is_equal_in_all_files() -> None:
+def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', text_of("pyproject.toml"), re.MULTILINE)
     assert re.findall(r"^version: (.*)$", text_of("CITATION.cff"), re.MULTILINE) == [version]
     assert f"## {version}" in text_of("CHANGELOG.md")
@@ -138,7 +137,7 @@ def test_project_version_is_equal_in_all_files() -> None:
 CAPTURED = [(page.name, *match) for page in PAGES for match in OUTPUT.findall(page.read_text(encoding="utf-8"))]
 
 
-def test_captured_outputs_are_complete_and_do_not_name_a_machine() -> None:
+def test_command_outputs_in_the_documentation_are_complete_and_contain_no_local_paths() -> None:
     """A failure means that `make docs-outputs` was not run after an output block was added."""
     assert len(CAPTURED) > 10
     for page, command, lines, output in CAPTURED:
@@ -147,7 +146,7 @@ def test_captured_outputs_are_complete_and_do_not_name_a_machine() -> None:
         assert not re.search(r"/tmp/|/home/|/root/|/work/", output), (page, command)
 
 
-def test_every_output_block_on_a_page_names_its_command() -> None:
+def test_every_run_output_shown_in_the_documentation_names_its_command() -> None:
     """Text that looks like output of a run or sweep, or like an error message, must be captured from a command."""
     for page in PAGES:
         rest = OUTPUT.sub("", page.read_text(encoding="utf-8"))
@@ -161,7 +160,7 @@ REFUSALS = [row for row in CAPTURED if all(line.startswith("train.py: ") for lin
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("page", "command", "lines", "output"), [row for row in REFUSALS if "auto" not in row[1]])
-def test_error_message_on_a_page_matches_command_output(
+def test_error_message_shown_in_the_documentation_matches_command_output(
     page: str, command: str, lines: str, output: str, tmp_path: Path
 ) -> None:
     (tmp_path / "flowers" / "train" / "daisy").mkdir(parents=True)
@@ -178,7 +177,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
-def test_digits_script_writes_every_digit_into_its_class_folder(tmp_path: Path) -> None:
+def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(tmp_path: Path) -> None:
     (script,) = python_blocks("docs/finetune.md")
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
     files = list(tmp_path.rglob("*.jpg"))
@@ -193,7 +192,7 @@ def test_digits_script_writes_every_digit_into_its_class_folder(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_plain_pytorch_code_on_dp_and_ddp_page_trains(train: Train, tmp_path: Path) -> None:
+def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(train: Train, tmp_path: Path) -> None:
     for number, code in enumerate(python_blocks("docs/dp_and_ddp.md")):
         (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2"]
@@ -204,7 +203,7 @@ def test_plain_pytorch_code_on_dp_and_ddp_page_trains(train: Train, tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_checkpoint_loads_in_plain_pytorch_with_the_code_on_the_lightning_page(
+def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = ("parallel=single", "data.limit_train=64", "train.max_steps=1", "print_config=false")
@@ -229,7 +228,7 @@ def test_checkpoint_loads_in_plain_pytorch_with_the_code_on_the_lightning_page(
 @pytest.mark.processes
 @pytest.mark.skipif(not IS_TEMPLATE, reason="a fork builds no site")
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt")
-def test_site_builds_strictly_and_a_broken_link_fails(tmp_path: Path) -> None:
+def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path: Path) -> None:
     from scripts.maintain import site
 
     built = site.build(tmp_path / "site")
@@ -251,13 +250,13 @@ BATCH_PAGE = text_of("docs/batch.md")
 PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", BATCH_PAGE, re.MULTILINE)
 
 
-def test_batch_page_has_two_tables_made_by_plan_py() -> None:
+def test_docs_batch_page_has_two_tables_made_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
-def test_tables_on_batch_page_match_output_of_plan_py(
+def test_tables_of_docs_batch_page_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]

@@ -31,7 +31,7 @@ from src.schema import Config
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
-def test_git_dirty_flag_is_none_when_git_fails(
+def test_environment_dirty_flag_follows_git_status_and_is_none_when_git_fails(
     monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
 ) -> None:
     monkeypatch.setattr(environment, "output_of", lambda *command: output)
@@ -54,7 +54,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_code_diff_restores_the_code_of_the_run_from_its_commit(repository: Path, tmp_path: Path) -> None:
+def test_saved_code_diff_applied_to_its_commit_restores_the_tracked_code_of_the_run(
+    repository: Path, tmp_path: Path
+) -> None:
     """It has staged and unstaged changes, and the names of untracked files, but not their contents."""
     changed = {"train.py": "first\nchanged\n", "notes.txt": "2\n"}
     for name, text in changed.items():
@@ -70,13 +72,15 @@ def test_code_diff_restores_the_code_of_the_run_from_its_commit(repository: Path
     assert {name: (repository / name).read_text() for name in changed} == changed
 
 
-def test_code_diff_of_an_earlier_attempt_is_removed_when_the_code_is_clean(tmp_path: Path) -> None:
+def test_code_diff_of_an_earlier_attempt_is_removed_when_there_are_no_git_changes(tmp_path: Path) -> None:
     (tmp_path / CODE_DIFF).write_text("old")
     write_code_diff(tmp_path, False)
     assert not (tmp_path / CODE_DIFF).exists()
 
 
-def test_code_diff_is_cut_when_it_is_large(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_code_diff_is_truncated_after_a_whole_line_when_it_exceeds_1_mb(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of a secret would not be recognized, so no part of a line is kept."""
     (repository / "notes.txt").write_text("a line of 24 characters\n" * 100_000)
     write_code_diff(tmp_path, True, repository)
@@ -89,7 +93,7 @@ def test_code_diff_is_cut_when_it_is_large(repository: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("before", ["the diff of the run", None])
-def test_refused_resume_restores_the_code_diff(
+def test_refused_resume_restores_the_previous_code_diff_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     monkeypatch.setattr(job, "environment_facts", lambda config: {"dirty": True})
@@ -102,17 +106,17 @@ def test_refused_resume_restores_the_code_diff(
     assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (before or False)
 
 
-def test_code_diff_says_that_git_failed(tmp_path: Path) -> None:
+def test_saved_code_diff_starts_with_a_cut_off_notice_when_git_fails(tmp_path: Path) -> None:
     write_code_diff(tmp_path, True, tmp_path / "nowhere")
     assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 
 
-def test_command_output_that_is_not_utf8_is_read() -> None:
+def test_command_output_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:
     """git prints a file name that is not UTF-8 without quoting it when core.quotepath is off."""
     assert environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
 
 
-def test_concurrent_folder_claims_get_different_folders(tmp_path: Path) -> None:
+def test_run_folders_created_concurrently_with_one_name_are_different_folders(tmp_path: Path) -> None:
     """Many threads claim the same name at the same time below a parent folder that does not exist yet."""
     count = 24
     gate, claimed = threading.Barrier(count), []
@@ -131,21 +135,21 @@ def test_concurrent_folder_claims_get_different_folders(tmp_path: Path) -> None:
     assert {folder.name for folder in claimed} == {"time", *(f"time_{number}" for number in range(1, count))}
 
 
-def test_folder_claim_leaves_an_existing_folder_unchanged(tmp_path: Path) -> None:
+def test_run_folder_gets_a_numbered_name_when_the_folder_already_exists(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "result.json").write_text("earlier")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
     assert (tmp_path / "run" / "result.json").read_text() == "earlier"
 
 
-def test_folder_claim_does_not_overwrite_a_file_with_the_same_name(tmp_path: Path) -> None:
+def test_run_folder_gets_a_numbered_name_when_a_file_already_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
     assert (tmp_path / "run").read_text() == "a file"
 
 
 @pytest.mark.parametrize("where", ["file/run", "", "."])
-def test_error_names_the_key_when_a_folder_cannot_be_created(
+def test_error_names_hydra_run_dir_when_the_path_cannot_be_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,7 +159,9 @@ def test_error_names_the_key_when_a_folder_cannot_be_created(
     assert "\n" not in str(refusal.value)
 
 
-def test_error_names_the_key_when_a_folder_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_hydra_run_dir_when_permission_to_create_the_folder_is_denied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*words: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -170,7 +176,7 @@ def crash(*words: object, **options: object) -> None:
 
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
 @pytest.mark.parametrize("write", [write_json, write_text])
-def test_file_is_written_completely_or_not_at_all(
+def test_record_file_keeps_its_old_content_when_a_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Any], None], moment: str
 ) -> None:
     path = tmp_path / "result.json"
@@ -186,7 +192,9 @@ def test_file_is_written_completely_or_not_at_all(
     assert path.read_text() != before
 
 
-def test_files_are_written_when_folders_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some network file systems cannot sync folders. PostgreSQL ignores the same error."""
 
     def fsync(descriptor: int) -> None:
@@ -198,7 +206,7 @@ def test_files_are_written_when_folders_cannot_be_synced(tmp_path: Path, monkeyp
     assert (tmp_path / "note").read_text() == "here"
 
 
-def test_existing_file_is_kept_when_the_new_value_is_not_json(tmp_path: Path) -> None:
+def test_json_file_keeps_its_old_content_when_the_new_value_is_not_serializable(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     write_json(path, {"whole": True})
     with pytest.raises(TypeError):
@@ -211,7 +219,7 @@ def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_non_finite_number_becomes_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_to_json_files_as_null(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     write_json(tmp_path / "value.json", {"loss": nan, "list": [1.5, -inf, (inf, 2)], "deep": {"er": {"x": nan}}})
     text = (tmp_path / "value.json").read_text()
@@ -219,7 +227,7 @@ def test_non_finite_number_becomes_null(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=reject) == expected
 
 
-def test_logged_non_finite_number_becomes_null(tmp_path: Path) -> None:
+def test_nan_is_written_to_metrics_jsonl_as_null(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, loss=float("nan"), acc=0.5)
     log.close()
@@ -243,7 +251,9 @@ def test_logged_non_finite_number_becomes_null(tmp_path: Path) -> None:
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
     ],
 )
-def test_error_names_file_and_reason_when_result_is_invalid(tmp_path: Path, text: str | None, reason: str) -> None:
+def test_error_names_folder_and_reason_when_result_json_is_missing_or_invalid(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
     if text is not None:
         (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=reason) as refusal:
@@ -251,20 +261,20 @@ def test_error_names_file_and_reason_when_result_is_invalid(tmp_path: Path, text
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_error_names_the_file_when_result_is_not_utf8(tmp_path: Path) -> None:
+def test_error_names_result_json_when_the_file_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ValueError, match=r"result\.json"):
         read_result(tmp_path)
 
 
 @pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
-def test_error_names_an_invalid_jobs_file(tmp_path: Path, contents: bytes) -> None:
+def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "jobs.json").write_bytes(contents)
     with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
         read_jobs(tmp_path)
 
 
-def test_result_from_an_older_version_is_read(tmp_path: Path) -> None:
+def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(tmp_path: Path) -> None:
     """Keys added since that version get their defaults; keys removed since then are ignored."""
     (tmp_path / "result.json").write_text('{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}')
     result = read_result(tmp_path)
@@ -274,7 +284,7 @@ def test_result_from_an_older_version_is_read(tmp_path: Path) -> None:
     assert read_result(tmp_path).status == "failed"
 
 
-def test_result_with_unknown_status_is_not_written(tmp_path: Path) -> None:
+def test_result_json_is_not_written_when_its_status_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_result(tmp_path, Result(status="wonderful"))
     assert list(tmp_path.iterdir()) == []
@@ -301,7 +311,7 @@ RESULTS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(result=RESULTS)
-def test_result_equals_written_result_when_read_back(result: Result) -> None:
+def test_result_is_unchanged_when_written_to_json_and_read_back(result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_result(Path(folder), result)
         assert read_result(Path(folder)) == result
@@ -314,7 +324,7 @@ def logged(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(path)]
 
 
-def test_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
+def test_metrics_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsLog(path)
     for step in (1, 2, 3, 4):
@@ -326,7 +336,7 @@ def test_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
     assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_log_creates_a_missing_file_and_appends_without_a_resume_step(tmp_path: Path) -> None:
+def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for resume_step in (None, 0, 5):
         path.unlink(missing_ok=True)
@@ -340,7 +350,7 @@ def test_log_creates_a_missing_file_and_appends_without_a_resume_step(tmp_path: 
 
 
 @pytest.mark.parametrize("cut", range(1, 25))
-def test_log_drops_a_truncated_last_line_and_keeps_the_next_line(tmp_path: Path, cut: int) -> None:
+def test_metrics_log_drops_a_truncated_last_line_before_it_appends(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2):
@@ -356,7 +366,7 @@ def test_log_drops_a_truncated_last_line_and_keeps_the_next_line(tmp_path: Path,
     assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
 
 
-def test_log_flushes_each_line_immediately(tmp_path: Path) -> None:
+def test_metrics_log_flushes_each_line_immediately(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.write(1, loss=0.5)

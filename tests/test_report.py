@@ -34,7 +34,7 @@ def plots() -> None:
     pass
 
 
-def test_report_shows_medians_over_repeats(tmp_path: Path) -> None:
+def test_report_shows_median_and_range_of_speed_over_repeats(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000})
     sweep.repeat("ddp", 2, [1900, 1881, 1919])
     point = read(sweep.write())[2]["points"][1]
@@ -60,7 +60,7 @@ def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path
     assert "ddp × 2 †" not in html
 
 
-def test_report_compares_threads_with_the_cores_of_one_node(tmp_path: Path) -> None:
+def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_each(tmp_path: Path) -> None:
     """On two nodes with two cores each, four devices with one thread each have one core per thread."""
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
@@ -68,7 +68,7 @@ def test_report_compares_threads_with_the_cores_of_one_node(tmp_path: Path) -> N
     assert [point["needless_threads"] for point in plain["points"]] == [None, None] and "†" not in html
 
 
-def test_report_separates_strong_and_weak_scaling(tmp_path: Path) -> None:
+def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for devices, speed in ((1, 1000), (2, 1980)):
         sweep.repeat("single" if devices == 1 else "ddp", devices, [speed, speed + 1, speed - 1], per_device=64)
@@ -80,7 +80,7 @@ def test_report_separates_strong_and_weak_scaling(tmp_path: Path) -> None:
         assert "weak scaling, batch 64 per device" in text
 
 
-def test_report_separates_runs_from_different_machines(tmp_path: Path) -> None:
+def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_machine(tmp_path: Path) -> None:
     first, second = full_sweep(tmp_path / "a"), full_sweep(tmp_path / "b", accelerator="cpu")
     html, _, plain = read(first.write(), second.write())
     assert {g["hardware"].split(";")[0] for g in plain["groups"]} == {"CPU: EPYC 9554, 16 cores", "NVIDIA H200"}
@@ -91,7 +91,7 @@ def test_report_separates_runs_from_different_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_parallel_options_separate_configurations_and_settings_separate_groups(tmp_path: Path) -> None:
+def test_report_groups_runs_by_training_settings_and_compares_parallel_options_in_a_group(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000)
     for bucket in (1, 25):
@@ -106,7 +106,7 @@ def test_parallel_options_separate_configurations_and_settings_separate_groups(t
     assert plain["groups"][1]["settings"] == "train.precision=bf16"
 
 
-def test_runs_on_different_images_are_not_treated_as_repeats(tmp_path: Path) -> None:
+def test_report_does_not_count_runs_on_different_images_as_repeats(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     for block, data in enumerate(("aaaa", "aaaa", "bbbb")):
         sweep.add("single", 1, block=block, data={"all": data})
@@ -114,7 +114,7 @@ def test_runs_on_different_images_are_not_treated_as_repeats(tmp_path: Path) -> 
     assert {group["settings"] for group in plain["groups"]} == {"data aaaa", "data bbbb"}
 
 
-def test_run_with_removed_key_at_its_old_default_is_grouped_with_newer_runs(tmp_path: Path) -> None:
+def test_report_groups_run_that_has_a_removed_key_at_its_old_default_with_newer_runs(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000, config={"train": {"epochs": 3, "on_nonfinite": "stop"}})
     sweep.add("single", 1, 1000, config={"train": {"epochs": 3}})
@@ -134,11 +134,12 @@ def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -
     assert plain["counts"] in html and plain["counts"] in markdown
     assert "single has 1 device" in html
     links = set(re.findall(r'<a href="([^"]+)"', html))
-    assert links == {f"{number}/result.json" for number in range(4)}  # what never began has no folder to lead to
+    # Jobs that have not started have no folder to link to.
+    assert links == {f"{number}/result.json" for number in range(4)}
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
 
 
-def test_report_is_written_when_no_job_is_done(tmp_path: Path) -> None:
+def test_report_has_job_counts_but_no_recommendation_when_no_job_is_done(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.row("parallel=ddp", status="waiting")
     html, markdown, plain = read(sweep.write("running"))
@@ -147,14 +148,15 @@ def test_report_is_written_when_no_job_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_shows_dashes_for_missing_values(tmp_path: Path) -> None:
+def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.row("parallel=ddp", "parallel.devices=2", status="done")
     folder = sweep.write() / "0"
     write_result(folder, Result(status="done", strategy="ddp", devices=2, accelerator="cpu"))
     _, markdown, plain = read(sweep.folder)
     row = next(line for line in markdown.splitlines() if line.startswith("| ddp × 2"))
-    assert row.count("—") == 1  # images/s; columns that no point has a figure for are left out
+    # The dash stands for images/s. The report omits columns without any value.
+    assert row.count("—") == 1
     point = plain["points"][0]
     assert point["images_per_sec"] is None and point["peak_bytes"] == []
 
@@ -174,7 +176,7 @@ def test_report_shows_dashes_for_missing_values(tmp_path: Path) -> None:
         {"throughput": None, "world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
     ],
 )
-def test_report_ignores_fields_of_wrong_type(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_report_ignores_result_json_fields_of_wrong_type(tmp_path: Path, values: dict[str, Any]) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("ddp", 2) / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -182,7 +184,7 @@ def test_report_ignores_fields_of_wrong_type(tmp_path: Path, values: dict[str, A
     assert plain["points"][0]["images_per_sec"] is None
 
 
-def test_report_excludes_run_with_wrong_world_size(tmp_path: Path) -> None:
+def test_report_excludes_run_when_its_world_size_differs_from_its_devices(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 9999, world_size=1)
     html, _, plain = read(sweep.write())
@@ -191,7 +193,7 @@ def test_report_excludes_run_with_wrong_world_size(tmp_path: Path) -> None:
     assert all(p["images_per_sec"]["high"] < 9999 for p in plain["points"])
 
 
-def test_report_excludes_run_when_devices_is_not_a_number(tmp_path: Path) -> None:
+def test_report_excludes_run_when_devices_in_its_result_is_not_a_number(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     path = sweep.add("ddp", 2, 9999) / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None}))
@@ -200,7 +202,7 @@ def test_report_excludes_run_when_devices_is_not_a_number(tmp_path: Path) -> Non
     assert plain["runs"][-1]["compared"] is False
 
 
-def test_report_accepts_a_single_run_folder(tmp_path: Path) -> None:
+def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     run = sweep.add("single", 1)
     html, _, plain = read(run)
@@ -245,7 +247,9 @@ def _newer(name: str) -> Any:
         (_newer("0/result.json"), "0/result.json", "newer than this code reads"),
     ],
 )
-def test_report_error_names_an_invalid_folder_in_one_line(tmp_path: Path, damage: Any, named: str, words: str) -> None:
+def test_report_error_names_the_invalid_sweep_file_in_one_line(
+    tmp_path: Path, damage: Any, named: str, words: str
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1)
     damage(sweep.write())
@@ -256,7 +260,7 @@ def test_report_error_names_an_invalid_folder_in_one_line(tmp_path: Path, damage
     assert not (sweep.folder / "report.html").exists()
 
 
-def test_report_reads_result_from_an_older_version(tmp_path: Path) -> None:
+def test_report_accepts_result_json_of_an_older_version(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("single", 1) / "result.json"
     path.write_text(json.dumps({"status": "done", "format": 0, "strategy": "single", "devices": 1, "gone": 1}))
@@ -264,7 +268,7 @@ def test_report_reads_result_from_an_older_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_html_is_self_contained(tmp_path: Path) -> None:
+def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s").write())
     assert html.count("<svg") == 4
     assert "currentColor" in html and "#010101" not in html  # readable in dark mode
@@ -284,7 +288,8 @@ def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None
     assert "[0](0/result.json)" in markdown
     assert all(p["runs"] for p in plain["points"])
     claims = html[html.index("<dl>") :]
-    assert "<a " not in claims[: claims.index("</dl>")]  # one column of links: the points' folders
+    # Claims repeat none of the links of the tables.
+    assert "<a " not in claims[: claims.index("</dl>")]
 
 
 def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
@@ -300,7 +305,7 @@ def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_writes_each_plot_with_its_data(tmp_path: Path) -> None:
+def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     read(folder)
     names = ("memory", "ratios", "speed", "step")
@@ -313,7 +318,7 @@ def test_report_writes_each_plot_with_its_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_ratio_plot_shades_the_smallest_relevant_difference(tmp_path: Path) -> None:
+def test_report_ratio_plot_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
     drawn = []
     for smallest in (0.03, 0.2):
         sweep = full_sweep(tmp_path / str(smallest), {})
@@ -326,7 +331,7 @@ def test_ratio_plot_shades_the_smallest_relevant_difference(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(("points", "fastest"), [(9, 8), (30, 29)])
-def test_every_plot_shows_the_fastest_configuration_when_there_are_many(
+def test_every_report_plot_shows_the_fastest_configuration_when_there_are_many(
     tmp_path: Path, points: int, fastest: int
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -346,7 +351,7 @@ def test_every_plot_shows_the_fastest_configuration_when_there_are_many(
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_does_not_draw_plots_without_information(tmp_path: Path) -> None:
+def test_report_draws_no_plot_for_a_single_cpu_run_without_step_times(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
     sweep.add("single", 1, step=None)  # one run: nothing to compare, no parts of a step, no device's memory
     assert "<svg" not in read(sweep.write())[0]
@@ -362,7 +367,7 @@ def test_report_does_not_draw_plots_without_information(tmp_path: Path) -> None:
         ({"train": {"max_steps": 40}, "sweep": {"timed": True}}, False),
     ],
 )
-def test_report_shows_headline_metric_except_for_benchmarks(
+def test_report_shows_val_acc_except_for_timed_or_unevaluated_benchmark_runs(
     tmp_path: Path, config: dict[str, Any], is_shown: bool
 ) -> None:
     sweep = full_sweep(tmp_path / "s", {})
@@ -372,7 +377,7 @@ def test_report_shows_headline_metric_except_for_benchmarks(
     assert (">val/acc<" in html, plain["points"][0]["metrics"]) == ((True, metrics) if is_shown else (False, {}))
 
 
-def test_report_headline_metric_is_the_checkpoint_metric(tmp_path: Path) -> None:
+def test_report_shows_for_each_run_the_metric_named_by_its_checkpoint_metric(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     by_loss = {"checkpoint": {"metric": "val/loss"}}
     sweep.repeat("single", 1, [1000, 1010], config=by_loss, val={"loss": 0.25, "acc": 0.5})
@@ -401,24 +406,28 @@ def test_report_is_written_to_out_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_is_deterministic(tmp_path: Path) -> None:
+def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     assert read(folder) == read(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plots")
-def test_report_with_many_groups_is_fast_and_small(tmp_path: Path) -> None:
+def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    for number in range(150):  # a search: every run has other settings
+    # Every run has other settings, as in a search.
+    for number in range(150):
         sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    started = time.process_time()  # not the clock's: other programs may be running
+    # CPU time, because other programs may be running.
+    started = time.process_time()
     html = write_report([sweep.write()])
     assert time.process_time() - started < 12
     assert html.stat().st_size < 2e6
 
 
-def test_report_script_prints_path_or_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_py_prints_the_report_path_or_exits_2_when_folder_has_no_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
     command = [sys.executable, "scripts/report.py", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -428,7 +437,7 @@ def test_report_script_prints_path_or_exits_with_2(tmp_path: Path, capsys: pytes
     assert refused.count("\n") == 1 and str(tmp_path) in refused
 
 
-def test_run_record_without_files_has_no_measurements(tmp_path: Path) -> None:
+def test_run_record_of_a_job_without_result_file_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
     assert run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []

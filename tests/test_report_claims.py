@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 14, 15, 16]
 
 
-def test_report_lists_each_claim_once_in_order(tmp_path: Path) -> None:
+def test_report_lists_each_claim_about_dp_and_ddp_once_in_order(tmp_path: Path) -> None:
     claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]
     assert [claim["number"] for claim in claims] == NUMBERS
     assert {claim["verdict"] for claim in claims} <= {SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_MEASURABLE}
@@ -29,7 +29,7 @@ def test_report_lists_each_claim_once_in_order(tmp_path: Path) -> None:
     assert all(claim["reason"] for claim in claims if claim["verdict"] == NOT_MEASURABLE)
 
 
-def test_claims_are_supported_when_measurements_agree(tmp_path: Path) -> None:
+def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(tmp_path: Path) -> None:
     expected = dict.fromkeys(NUMBERS, SUPPORTED) | dict.fromkeys((6, 10, 14, 15), NOT_MEASURABLE)
     assert verdicts(full_sweep(tmp_path / "s").write()) == expected
 
@@ -44,7 +44,7 @@ def test_claims_are_supported_when_measurements_agree(tmp_path: Path) -> None:
         ([("dp", 2), ("ddp", 1)], False),
     ],
 )
-def test_report_lists_claims_only_when_both_dp_and_ddp_ran(
+def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_two_devices(
     tmp_path: Path, points: list[tuple[str, int]], has_claims: bool
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -57,14 +57,14 @@ def test_report_lists_claims_only_when_both_dp_and_ddp_ran(
         assert ("docs/dp_and_ddp.md" in text) == has_claims
 
 
-def test_report_lists_no_claims_when_dp_was_only_skipped(tmp_path: Path) -> None:
+def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("ddp", 2)
     sweep.row("parallel=dp", "parallel.devices=2", status="skipped", reason="dp cannot span the nodes")
     assert read(sweep.write())[2]["claims"] == []
 
 
-def test_report_links_to_the_page_on_dp_and_ddp(tmp_path: Path) -> None:
+def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "a sweep").write()
     html, markdown, plain = read(folder)
     [address] = set(re.findall(r'<a href="([^"]*dp_and_ddp[^"]*)"', html))
@@ -75,7 +75,7 @@ def test_report_links_to_the_page_on_dp_and_ddp(tmp_path: Path) -> None:
 
 LESS_SPEED = {("ddp", 2): 1200, ("ddp", 4): 1300}
 BUSY_PARTS = {"data_ms": 1, "compute_ms": 2, "communication_ms": 16, "other_ms": 1}
-# claim -> what is changed in the runs of which strategy, so that the claim no longer holds
+# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records contradict the claim.
 FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp fills device 0": (3, "dp", {"memory": [{"device": n, "peak_bytes": GIB} for n in range(2)]}),
     "uneven ddp": (4, "ddp", {"memory": [{"device": n, "peak_bytes": (n + 1) * GIB} for n in range(2)]}),
@@ -101,7 +101,7 @@ FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FLIPS)
-def test_claim_verdict_flips_when_its_measurement_changes(tmp_path: Path, name: str) -> None:
+def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradicts_it(tmp_path: Path, name: str) -> None:
     number, changed, changes = FLIPS[name]
     results = []
     for altered in ({}, changes):
@@ -124,14 +124,16 @@ def test_claim_verdict_flips_when_its_measurement_changes(tmp_path: Path, name: 
         ([5 * GIB, 5 * GIB], NOT_SUPPORTED),
     ],
 )
-def test_claim_18_compares_memory_of_fsdp_and_ddp(tmp_path: Path, peaks: list[int], expected: str) -> None:
+def test_claim_that_fsdp_needs_less_memory_than_ddp_is_judged_by_peak_bytes_per_device(
+    tmp_path: Path, peaks: list[int], expected: str
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("ddp", 2, [1910, 1900, 1890])
     sweep.repeat("fsdp", 2, [1810, 1800, 1790], memory=[{"device": n, "peak_bytes": p} for n, p in enumerate(peaks)])
     assert verdicts(sweep.write()) == {18: expected}
 
 
-def test_claim_18_cannot_be_measured_without_equal_devices(tmp_path: Path) -> None:
+def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("ddp", 2, [1910, 1900, 1890])
     sweep.repeat("fsdp", 4, [3610, 3600, 3590])
@@ -149,13 +151,13 @@ def test_claim_18_cannot_be_measured_without_equal_devices(tmp_path: Path) -> No
         (LESS_SPEED, 15, NOT_SUPPORTED),
     ],
 )
-def test_verdicts_on_speed_claims_flip_when_speeds_change(
+def test_verdicts_of_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_ddp(
     tmp_path: Path, speeds: dict[tuple[str, int], float], number: int, expected: str
 ) -> None:
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
 
 
-def test_claim_about_more_devices_ignores_options_compared_on_the_same_devices(tmp_path: Path) -> None:
+def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_devices(tmp_path: Path) -> None:
     """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on more devices."""
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
     for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):
@@ -163,7 +165,7 @@ def test_claim_about_more_devices_ignores_options_compared_on_the_same_devices(t
     assert verdicts(sweep.write())[1] == SUPPORTED
 
 
-def test_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp_path: Path) -> None:
+def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1300, 800])
     sweep.repeat("dp", 2, [1500, 1400, 1700])
@@ -173,7 +175,7 @@ def test_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp
     assert re.search(r"[\d.]+ %; .* \d+ repeats", claims[1]["reason"])
 
 
-def test_claim_6_compares_small_layers_with_large_layers(tmp_path: Path) -> None:
+def test_claim_that_dp_is_slow_with_many_small_layers_compares_deep_and_shallow_models(tmp_path: Path) -> None:
     def deep(depth: int) -> dict[str, Any]:
         return {"model": {"name": "vit", "kwargs": {"depth": depth}}}
 
@@ -188,7 +190,7 @@ def test_claim_6_compares_small_layers_with_large_layers(tmp_path: Path) -> None
     assert results == [SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE]
 
 
-def test_claim_6_compares_the_rnn_only_with_large_layers(tmp_path: Path) -> None:
+def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shallow_model(tmp_path: Path) -> None:
     """The RNN's depth is between the two transformers. Compared with the deeper transformer, the claim could not fail."""
     results = []
     for rnn in (1400, 1990):
@@ -204,7 +206,7 @@ def test_claim_6_compares_the_rnn_only_with_large_layers(tmp_path: Path) -> None
     assert results == [SUPPORTED, NOT_SUPPORTED]
 
 
-def test_claim_on_dp_batches_depends_on_recorded_chunk_sizes_and_on_refused_batch_sizes(tmp_path: Path) -> None:
+def test_claim_that_dp_splits_batches_unevenly_follows_chunk_sizes_and_refused_batch_sizes(tmp_path: Path) -> None:
     def verdict(change: Callable[[Sweep], object]) -> str:
         sweep = Sweep(tmp_path / f"s{len(list(tmp_path.iterdir()))}")
         sweep.add("dp", 2)
@@ -229,7 +231,7 @@ def test_claim_on_dp_batches_depends_on_recorded_chunk_sizes_and_on_refused_batc
     assert verdict(lambda sweep: sweep.add("dp", 4, batch_size=2)) == NOT_SUPPORTED
 
 
-def test_claim_14_verdict_depends_on_runs_on_several_nodes(tmp_path: Path) -> None:
+def test_claim_that_only_ddp_spans_nodes_is_not_supported_when_dp_ran_on_two_nodes(tmp_path: Path) -> None:
     def verdict(strategy: str) -> str:
         sweep = Sweep(tmp_path / strategy)
         for each in ("dp", "ddp"):
@@ -239,14 +241,14 @@ def test_claim_14_verdict_depends_on_runs_on_several_nodes(tmp_path: Path) -> No
     assert (verdict("ddp"), verdict("dp")) == (SUPPORTED, NOT_SUPPORTED)
 
 
-def test_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:
+def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:
     results = verdicts(full_sweep(tmp_path / "s", accelerator="cpu").write())
     assert [n for n, verdict in results.items() if verdict == NOT_MEASURABLE] == [1, 3, 4, 5, 6, 7, 10, 14, 15, 16]
     # ddp on CPU runs in processes, so its speed is real.
     assert results[2] == SUPPORTED
 
 
-def test_claim_16_is_not_measurable_without_profiled_step_parts(tmp_path: Path) -> None:
+def test_claim_on_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("dp", 2, [1500, 1490, 1510])
     sweep.repeat("ddp", 2, [1910, 1900, 1890], step=None)

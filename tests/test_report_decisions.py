@@ -25,7 +25,7 @@ def contrasts(plain: dict[str, Any], measure: str = "images_per_sec") -> dict[tu
     return {(c["a"], c["b"]): c for c in plain["contrasts"] if c["measure"] == measure}
 
 
-def test_recommendation_has_ratio_interval_and_command(tmp_path: Path) -> None:
+def test_report_recommendation_has_speed_ratio_interval_and_command(tmp_path: Path) -> None:
     html, markdown, plain = read(full_sweep(tmp_path / "s").write())
     lead = plain["lead"]
     contrast = lead["contrast"]
@@ -38,7 +38,7 @@ def test_recommendation_has_ratio_interval_and_command(tmp_path: Path) -> None:
     assert lead["sentence"] in html and lead["command"] in html and lead["command"] in markdown
 
 
-def test_recommendation_reports_no_gain_when_single_is_fastest(tmp_path: Path) -> None:
+def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_fastest(tmp_path: Path) -> None:
     speeds = SPEEDS | {("ddp", 4): 500.0, ("ddp", 2): 600.0, ("dp", 2): 700.0, ("dp", 4): 800.0}
     lead = read(full_sweep(tmp_path / "s", speeds).write())[2]["lead"]
     assert lead["point"] == "single × 1"
@@ -47,7 +47,7 @@ def test_recommendation_reports_no_gain_when_single_is_fastest(tmp_path: Path) -
     )
 
 
-def test_recommended_command_trains_without_benchmark_limits(tmp_path: Path) -> None:
+def test_report_command_drops_max_steps_and_sweep_keys_of_a_benchmark(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010], config={"train": {"max_steps": 40, "epochs": 3, "evaluate_every": 0}})
     for job in sweep.jobs:
@@ -57,7 +57,7 @@ def test_recommended_command_trains_without_benchmark_limits(tmp_path: Path) -> 
     assert "=40" not in command and "sweep." not in command
 
 
-def test_recommendation_ignores_one_slow_repeat(tmp_path: Path) -> None:
+def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010, 990])
     sweep.repeat("dp", 2, [1500, 1510, 1490])
@@ -67,7 +67,7 @@ def test_recommendation_ignores_one_slow_repeat(tmp_path: Path) -> None:
     assert "Outlier, kept: run 8 (ddp × 2) at 980 images/s" in html
 
 
-def test_simpler_configuration_is_recommended_only_when_shown_to_be_as_fast(tmp_path: Path) -> None:
+def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_slower(tmp_path: Path) -> None:
     results = []
     for name, noise in (("quiet", 0.001), ("noisy", 0.05)):
         sweep = Sweep(tmp_path / name)
@@ -78,14 +78,14 @@ def test_simpler_configuration_is_recommended_only_when_shown_to_be_as_fast(tmp_
     assert "at most 3 % slower" in results[0]["sentence"]
 
 
-def test_report_compares_only_predefined_pairs_of_configurations(tmp_path: Path) -> None:
+def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_pairs(tmp_path: Path) -> None:
     results = contrasts(read(full_sweep(tmp_path / "s").write())[2])
     single = {(f"{s} × {n}", "single × 1") for s in ("dp", "ddp") for n in (2, 4)}
     assert set(results) == single | {("ddp × 2", "dp × 2"), ("ddp × 4", "dp × 4")}
     assert all(c["n"] == 3 and c["low"] < c["ratio"] < c["high"] for c in results.values())
 
 
-def test_verdict_depends_on_the_smallest_relevant_difference(tmp_path: Path) -> None:
+def test_speedup_of_10_percent_is_supported_only_when_sweep_smallest_difference_is_below_it(tmp_path: Path) -> None:
     results = []
     for smallest in (0.03, 0.2):
         sweep = Sweep(tmp_path / f"s{smallest}")
@@ -95,7 +95,7 @@ def test_verdict_depends_on_the_smallest_relevant_difference(tmp_path: Path) -> 
     assert results == [SUPPORTED, NOT_SUPPORTED]
 
 
-def test_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_path: Path) -> None:
+def test_report_speed_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     for strategy, devices, speed in (("single", 1, 1000), ("dp", 2, 1500), ("ddp", 2, 1900)):
         sweep.add(strategy, devices, speed)
@@ -104,13 +104,13 @@ def test_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_path: Path) -
     assert "inconclusive" in plain["lead"]["sentence"] and "sweep.repeats=" in plain["lead"]["sentence"]
 
 
-def test_report_does_not_rank_configurations_without_a_statistical_test(tmp_path: Path) -> None:
+def test_report_text_never_calls_a_configuration_fastest(tmp_path: Path) -> None:
     html, markdown, _ = read(full_sweep(tmp_path / "s").write())
     for word in ("soonest", "fastest", "Fastest"):
         assert word not in html and word not in markdown
 
 
-def test_report_omits_verdicts_when_most_runs_have_warnings(tmp_path: Path) -> None:
+def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     flags = ["another program used 0.9 of a core"]
     for place, (strategy, devices) in enumerate(SPEEDS):
@@ -124,7 +124,7 @@ def test_report_omits_verdicts_when_most_runs_have_warnings(tmp_path: Path) -> N
     assert html.index("No verdict") < html.index("<h2>")
 
 
-def test_run_with_a_warning_is_marked_and_kept(tmp_path: Path) -> None:
+def test_report_compares_a_disturbed_run_and_lists_its_disturbance(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 1905, block=3, flags=["the second half ran 20 % slower"])
     sweep.add("single", 1, 1005, block=3)
@@ -135,7 +135,7 @@ def test_run_with_a_warning_is_marked_and_kept(tmp_path: Path) -> None:
     assert row["why"] in html.replace("\u00a0", " ") and "4, 1 flagged" in html
 
 
-def test_run_with_concurrent_jobs_is_shown_but_not_compared(tmp_path: Path) -> None:
+def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 400, block=3, neighbours=2)
     html, _, plain = read(sweep.write())
@@ -143,7 +143,7 @@ def test_run_with_concurrent_jobs_is_shown_but_not_compared(tmp_path: Path) -> N
     assert "2 other jobs" in html
 
 
-def test_recommendation_asks_for_a_missing_single_run(tmp_path: Path) -> None:
+def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_comparable(tmp_path: Path) -> None:
     for name, changes in (("none", None), ("concurrent", {"neighbours": 1})):
         sweep = Sweep(tmp_path / name)
         sweep.repeat("ddp", 2, [1900, 1910, 1890])
@@ -154,7 +154,7 @@ def test_recommendation_asks_for_a_missing_single_run(tmp_path: Path) -> None:
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
 
 
-def test_report_names_a_slow_rank_and_its_host(tmp_path: Path) -> None:
+def test_report_warns_with_rank_and_host_when_one_rank_is_slower_than_the_median(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     ranks = [{"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0} for r in range(4)]
     sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
@@ -179,7 +179,9 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("key", UNLIKE)
-def test_runs_with_different_settings_are_not_pooled(tmp_path: Path, key: str) -> None:
+def test_report_does_not_pool_runs_of_different_workers_commit_driver_precision_or_nodes(
+    tmp_path: Path, key: str
+) -> None:
     sweep = Sweep(tmp_path / "s")
     for changes in UNLIKE[key]:
         sweep.repeat("ddp", 4, [3600, 3610], **changes)
@@ -187,14 +189,14 @@ def test_runs_with_different_settings_are_not_pooled(tmp_path: Path, key: str) -
     assert [len(point["runs"]) for point in points] == [2, 2]
 
 
-def test_worker_count_derived_from_strategy_does_not_separate_groups(tmp_path: Path) -> None:
+def test_report_groups_single_and_ddp_runs_whose_loader_worker_counts_differ(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010], config={"data": {"workers": 4, "batch_size": 64}})
     sweep.repeat("ddp", 2, [1900, 1910], config={"data": {"workers": 2, "batch_size": 64}})
     assert [len(group["points"]) for group in read(sweep.write())[2]["groups"]] == [2]
 
 
-def test_each_host_is_a_separate_block_and_is_named(tmp_path: Path) -> None:
+def test_report_compares_runs_within_each_host_and_names_hosts_of_different_speed(tmp_path: Path) -> None:
     """The second host is half as fast. On each host, ddp is 1.9 times as fast as single."""
     sweep = Sweep(tmp_path / "s")
     for host, factor in (("node1", 1.0), ("node2", 0.5)):
@@ -207,7 +209,7 @@ def test_each_host_is_a_separate_block_and_is_named(tmp_path: Path) -> None:
     assert "Runs on 2 hosts (node1, node2)" in html
 
 
-def test_recommendation_excludes_configurations_without_a_common_repeat(tmp_path: Path) -> None:
+def test_report_recommendation_excludes_configurations_that_ran_on_different_hosts(tmp_path: Path) -> None:
     results = {}
     for hosts in (("node1", "node2", "node3"), ("node1", "node1", "node2")):
         sweep = Sweep(tmp_path / "".join(hosts))
@@ -223,7 +225,7 @@ def test_recommendation_excludes_configurations_without_a_common_repeat(tmp_path
     assert results[2]["sentence"].endswith("Not compared, because no repeat ran them on the same host: ddp × 2.")
 
 
-def test_run_counts_once_when_given_together_with_its_sweep(tmp_path: Path) -> None:
+def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     folder = sweep.write()
     _, _, plain = read(folder / "4", folder)
@@ -231,7 +233,7 @@ def test_run_counts_once_when_given_together_with_its_sweep(tmp_path: Path) -> N
     assert len(plain["runs"]) == 15
 
 
-def test_baseline_runs_outside_the_repeats_are_not_compared(tmp_path: Path) -> None:
+def test_report_shows_but_does_not_compare_first_and_last_baseline_run_of_a_sweep(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for speed in (300, 290):
         sweep.add("single", 1, speed)
@@ -242,7 +244,7 @@ def test_baseline_runs_outside_the_repeats_are_not_compared(tmp_path: Path) -> N
     assert "The baseline, first and last: 300 and 290 images/s." in html
 
 
-def test_report_is_written_when_only_the_first_baseline_run_has_ended(tmp_path: Path) -> None:
+def test_report_is_written_when_only_the_first_baseline_run_of_a_sweep_has_ended(tmp_path: Path) -> None:
     """dp on CPU records one memory value for all devices, and no repeat has recorded it yet."""
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
     sweep.add("dp", 2)
@@ -252,7 +254,7 @@ def test_report_is_written_when_only_the_first_baseline_run_has_ended(tmp_path: 
     assert plain["points"][0]["peak_bytes"] == [] and "1 of 2 jobs done" in html
 
 
-def test_report_names_the_baseline_of_each_sweep(tmp_path: Path) -> None:
+def test_report_shows_first_and_last_baseline_speed_of_each_sweep(tmp_path: Path) -> None:
     folders = []
     for name, first in (("a", 300), ("b", 500)):
         sweep = Sweep(tmp_path / name)
@@ -265,7 +267,7 @@ def test_report_names_the_baseline_of_each_sweep(tmp_path: Path) -> None:
     assert "The baseline, first and last: 500 and 490 images/s." in html
 
 
-def test_recommendation_names_the_most_common_disturbance(tmp_path: Path) -> None:
+def test_report_names_the_first_disturbance_when_20_runs_have_different_ones(tmp_path: Path) -> None:
     """The choice must be deterministic, although the iteration order of a set differs between processes."""
     sweep = Sweep(tmp_path / "s")
     for number in range(20):
@@ -276,6 +278,6 @@ def test_recommendation_names_the_most_common_disturbance(tmp_path: Path) -> Non
     assert len(table.rows) == 12 and "8 more" in table.notes[0] and table.notes[0] in html
 
 
-def test_dp_on_cpu_is_excluded_from_speed_comparisons(tmp_path: Path) -> None:
+def test_report_excludes_dp_on_cpu_from_speed_comparisons(tmp_path: Path) -> None:
     results = contrasts(read(full_sweep(tmp_path / "s", accelerator="cpu").write())[2])
     assert set(results) == {("ddp × 2", "single × 1"), ("ddp × 4", "single × 1")}

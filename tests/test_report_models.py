@@ -47,7 +47,7 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
         ("vit_tiny", {"name": "vit_tiny_patch16_224", "kwargs": {}}, 5_717_416, 224, "vit_tiny_patch16_224"),
     ],
 )
-def test_report_names_option_file_size_and_images_of_a_changed_model(
+def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_model(
     tmp_path: Path, option: str | None, model: dict[str, Any], parameters: int, pixels: int | None, title: str
 ) -> None:
     folder = sweep_of(tmp_path / "sweep", option, model, parameters=parameters, image_size=pixels)
@@ -56,7 +56,9 @@ def test_report_names_option_file_size_and_images_of_a_changed_model(
     assert report[2]["groups"][0]["model"] == model["name"]
 
 
-def test_report_names_the_model_of_a_completed_run(tmp_path: Path, finished_run: Finished) -> None:
+def test_report_title_of_a_finished_run_names_its_model_parameters_and_image_size(
+    tmp_path: Path, finished_run: Finished
+) -> None:
     folder = Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
     parameters = json.loads((folder / "result.json").read_text())["parameters"]
     assert titles(read(folder)) == [f"tiny (vit_tiny_patch16_224, {parameters / 1000:.0f} k parameters, 32 px)"]

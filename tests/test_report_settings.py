@@ -65,7 +65,7 @@ def compared(plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {contrast["a"]: contrast for contrast in plain["contrasts"] if contrast["measure"] == metric}
 
 
-def test_report_answers_about_speed_when_only_strategies_and_devices_vary(tmp_path: Path) -> None:
+def test_report_recommends_by_speed_when_only_strategies_and_devices_vary(tmp_path: Path) -> None:
     plain = read(full_sweep(tmp_path / "s").write())[2]
     assert (plain["question"], plain["settings"]) == ("speed", [])
     assert plain["lead"]["point"] == "ddp × 4" and plain["lead"]["value"] is None
@@ -84,14 +84,16 @@ def test_report_answers_about_speed_when_only_strategies_and_devices_vary(tmp_pa
         ([{"optim": {"lr": lr}, "train": {"max_steps": 9}} for lr in (0.1, 0.2)], "metric"),
     ],
 )
-def test_kind_of_page_follows_from_what_varies(tmp_path: Path, configs: list[dict[str, Any]], question: str) -> None:
+def test_report_compares_speed_or_metric_depending_on_the_swept_keys(
+    tmp_path: Path, configs: list[dict[str, Any]], question: str
+) -> None:
     sweep = Sweep(tmp_path / "s")
     for config in configs:
         sweep.add("single", 1, config={"seed": 1} | config)
     assert read(sweep.write())[2]["question"] == question
 
 
-def test_report_names_the_better_setting_with_its_difference_and_command(tmp_path: Path) -> None:
+def test_report_recommends_the_best_learning_rate_with_accuracy_difference_and_command(tmp_path: Path) -> None:
     html, markdown, plain = read(sweep_over_rates(tmp_path / "s").write())
     lead, contrast = plain["lead"], plain["lead"]["contrast"]
     assert (lead["point"], contrast["a"], contrast["b"]) == ("optim.lr=0.003", "optim.lr=0.003", "optim.lr=0.001")
@@ -106,7 +108,7 @@ def test_report_names_the_better_setting_with_its_difference_and_command(tmp_pat
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
 
-def test_report_gives_the_detectable_difference_when_no_setting_is_shown_to_be_better(tmp_path: Path) -> None:
+def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_better(tmp_path: Path) -> None:
     rates = {"0.001": 0.70, "0.003": 0.702, "0.01": 0.69}
     plain = read(sweep_over_rates(tmp_path / "s", rates, noise=0.03).write())[2]
     lead, contrasts = plain["lead"], compared(plain)
@@ -124,7 +126,7 @@ def test_report_gives_the_detectable_difference_when_no_setting_is_shown_to_be_b
         (("0.0012345678", "0.0012345679"), ["optim.lr=0.0012345678", "optim.lr=0.0012345679"]),
     ],
 )
-def test_report_rounds_long_numbers_when_they_stay_distinct(
+def test_report_rounds_swept_values_in_labels_only_when_they_stay_distinct(
     tmp_path: Path, rates: tuple[str, ...], labels: list[str]
 ) -> None:
     values = dict(zip(rates, (0.7, 0.8, 0.6), strict=False))
@@ -137,7 +139,9 @@ def test_report_rounds_long_numbers_when_they_stay_distinct(
 
 
 @pytest.mark.parametrize(("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")])
-def test_report_calls_the_setting_with_the_lower_loss_better(tmp_path: Path, metric: str, winner: str) -> None:
+def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
+    tmp_path: Path, metric: str, winner: str
+) -> None:
     # Two settings are better than the first, whatever the direction.
     rates = (
         {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9} if metric == "val/loss" else {"0.001": 1.0, "0.003": 1.1, "0.01": 1.3}
@@ -149,21 +153,21 @@ def test_report_calls_the_setting_with_the_lower_loss_better(tmp_path: Path, met
     assert lead["value"] == pytest.approx(rates[winner.partition("=")[2]] + 0.015, abs=0.01)
 
 
-def test_report_on_settings_ignores_load_on_the_machine(tmp_path: Path) -> None:
+def test_report_compares_accuracy_of_settings_although_runs_were_disturbed(tmp_path: Path) -> None:
     flags = ["other programs kept 1.3 of 2 processors busy"]
     plain = read(sweep_over_rates(tmp_path / "s", flags=flags, neighbours=2).write())[2]
     assert plain["lead"]["point"] == "optim.lr=0.003"
     assert all(group["disturbed"] for group in plain["groups"])
 
 
-def test_sweep_with_one_seed_has_no_interval_and_names_the_repeats(tmp_path: Path) -> None:
+def test_report_on_settings_with_one_seed_gives_no_interval_and_suggests_sweep_repeats(tmp_path: Path) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", seeds=1).write())[2]
     assert plain["lead"]["sentence"].startswith("No setting is shown to be better than optim.lr=0.001: with 1 seed,")
     assert "sweep.repeats=5" in plain["lead"]["sentence"] and plain["lead"]["point"] is None
     assert all(contrast["low"] is None for contrast in compared(plain).values())
 
 
-def test_baseline_is_the_first_value_of_the_sweep_whatever_the_random_order(tmp_path: Path) -> None:
+def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     sweep.jobs.reverse()
     for position, job in enumerate(sweep.jobs):
@@ -172,18 +176,18 @@ def test_baseline_is_the_first_value_of_the_sweep_whatever_the_random_order(tmp_
 
 
 @pytest.mark.parametrize("baseline", ["optim.lr=1e-2", "optim.lr=0.01"])
-def test_report_compares_settings_with_the_baseline_in_the_config(tmp_path: Path, baseline: str) -> None:
+def test_report_compares_settings_with_the_one_named_by_sweep_baseline(tmp_path: Path, baseline: str) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": baseline}}).write())[2]
     assert {contrast["b"] for contrast in compared(plain).values()} == {"optim.lr=0.01"}
 
 
-def test_report_says_so_when_the_chosen_baseline_has_no_finished_run(tmp_path: Path) -> None:
+def test_report_notes_another_baseline_when_sweep_baseline_has_no_finished_run(tmp_path: Path) -> None:
     html, _, plain = read(sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": "optim.lr=9"}}).write())
     [group] = plain["settings"]
     assert group["baseline"] == "optim.lr=0.001" and "optim.lr=9" in group["note"] and group["note"] in html
 
 
-def test_sweep_refuses_a_baseline_that_it_does_not_contain() -> None:
+def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_it() -> None:
     given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
     configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
     check_baseline("optim.lr=3e-3, model=tiny", given, configs)
@@ -191,7 +195,7 @@ def test_sweep_refuses_a_baseline_that_it_does_not_contain() -> None:
         check_baseline("optim.lr=9", given, configs)
 
 
-def test_swept_seeds_and_folds_are_blocks_of_one_setting(tmp_path: Path) -> None:
+def test_report_treats_swept_seeds_and_folds_as_repeats_of_one_setting(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     for fold in range(2):
         for seed in range(3):
@@ -203,7 +207,7 @@ def test_swept_seeds_and_folds_are_blocks_of_one_setting(tmp_path: Path) -> None
     assert plain["lead"]["value"] == pytest.approx(0.82) and "(95 % interval 8" in plain["lead"]["sentence"]
 
 
-def test_runs_with_equal_settings_and_seed_count_as_one(tmp_path: Path) -> None:
+def test_report_intervals_are_unchanged_when_runs_with_equal_seeds_are_given_twice(tmp_path: Path) -> None:
     """A deterministic run that is repeated exactly says nothing about chance."""
     sweep = sweep_over_rates(tmp_path / "s")
     once = compared(read(sweep.write())[2])
@@ -212,7 +216,7 @@ def test_runs_with_equal_settings_and_seed_count_as_one(tmp_path: Path) -> None:
     assert {a: c["low"] for a, c in both.items()} == {a: pytest.approx(c["low"]) for a, c in once.items()}
 
 
-def test_settings_on_different_images_are_not_compared(tmp_path: Path) -> None:
+def test_report_does_not_compare_settings_trained_on_different_images(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     path = sweep.folder / "0" / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"all": "other"}}))
@@ -220,7 +224,7 @@ def test_settings_on_different_images_are_not_compared(tmp_path: Path) -> None:
     assert [(group["group"], len(group["settings"])) for group in groups] == [("data unknown", 3), ("data other", 1)]
 
 
-def test_report_has_a_note_on_a_setting_of_which_runs_failed(tmp_path: Path) -> None:
+def test_report_warns_that_a_setting_with_a_failed_run_may_look_too_good(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     path = sweep.folder / "2" / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "not_finite"}))
@@ -234,7 +238,7 @@ def test_report_has_a_note_on_a_setting_of_which_runs_failed(tmp_path: Path) -> 
     [{"optimized_metric": "val/acc_best"}, {"checkpoint": {"metric": "val/acc_ema"}, "optimized_metric": None}],
 )
 @pytest.mark.parametrize(("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])])
-def test_trials_of_a_search_are_compared_by_the_optimized_metric(
+def test_report_compares_search_trials_by_the_metric_that_the_search_optimized(
     tmp_path: Path, group: str, overrides: list[str], metrics: dict[str, Any]
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -248,7 +252,7 @@ def test_trials_of_a_search_are_compared_by_the_optimized_metric(
     assert "optim.lr=1, 70.0 %" in plain["lead"]["sentence"]
 
 
-def test_command_keeps_max_steps_of_a_run_that_is_no_benchmark(tmp_path: Path) -> None:
+def test_report_command_keeps_max_steps_when_runs_are_not_a_benchmark(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s", config={"train": {"max_steps": 60}})
     for job in sweep.jobs:
         job["overrides"].append("train.max_steps=60")
@@ -256,7 +260,7 @@ def test_command_keeps_max_steps_of_a_run_that_is_no_benchmark(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("energy", [None, {"joules_per_image": 0.25, "kwh": 0.1}])
-def test_report_has_a_column_of_energy_only_where_it_was_measured(
+def test_report_has_an_energy_column_only_when_energy_was_measured(
     tmp_path: Path, energy: dict[str, float] | None
 ) -> None:
     _, _, plain = read(sweep_over_rates(tmp_path / "s", energy=energy).write())
@@ -266,7 +270,9 @@ def test_report_has_a_column_of_energy_only_where_it_was_measured(
     }
 
 
-def test_terminal_shows_the_table_and_the_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_prints_settings_table_recommendation_and_command_of_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = sweep_over_rates(tmp_path / "s").write()
     plain = read(folder)[2]
     assert [row["optim.lr"] for row in plain["table"]] == list(RATES)
@@ -276,7 +282,7 @@ def test_terminal_shows_the_table_and_the_headline(tmp_path: Path, capsys: pytes
     assert all(f" {rate} " in output for rate in RATES)
 
 
-def test_table_to_paste_is_markdown_and_latex(tmp_path: Path) -> None:
+def test_report_offers_the_settings_table_as_markdown_and_latex(tmp_path: Path) -> None:
     html, markdown, _ = read(sweep_over_rates(tmp_path / "s").write())
     for text in (html, markdown):
         assert r"\begin{tabular}{lrrrrr" in text and "| 0.003 | 4 | 81.5 % |" in text
@@ -284,14 +290,14 @@ def test_table_to_paste_is_markdown_and_latex(tmp_path: Path) -> None:
         assert r"0.003 & 4 & 81.5 \% & " in text.replace("&amp;", "&")
 
 
-def test_speed_is_folded_below_a_comparison_of_settings(tmp_path: Path) -> None:
+def test_report_html_on_settings_puts_speed_into_a_collapsed_section_below(tmp_path: Path) -> None:
     html, _, _ = read(sweep_over_rates(tmp_path / "s").write())
     start, end = html.index('<details class="fold">'), html.index("Jobs without figures")
     assert html.index("is better than") < start < html.index("strong scaling, global batch 64") < end
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_draws_values_curves_swept_key_and_speed(tmp_path: Path) -> None:
+def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     for job in sweep.jobs:
         lines = [{"step": step, "val/acc": 0.5 + step / 1000 + job["id"] / 1000} for step in range(1, 301)]
@@ -333,7 +339,7 @@ def test_report_draws_a_heat_map_of_two_swept_keys(tmp_path: Path) -> None:
     ]
 
 
-def test_proportions_are_compared_on_the_arcsine_scale() -> None:
+def test_accuracy_difference_and_its_interval_are_computed_on_the_arcsine_scale() -> None:
     scale = proportion_scale()
     rows = [("a", block, value) for block, value in enumerate((0.90, 0.92, 0.94))]
     rows += [("b", block, value) for block, value in enumerate((0.80, 0.83, 0.86))]
@@ -349,7 +355,7 @@ def test_proportions_are_compared_on_the_arcsine_scale() -> None:
     assert (contrast.low, contrast.high) == pytest.approx(tuple(ends))
 
 
-def test_smallest_difference_of_a_proportion_is_a_share_of_its_errors() -> None:
+def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_for_loss() -> None:
     scale = proportion_scale()
     level = scale.to(0.9)
     assert scale.back(level + scale.smallest_shift(level, 0.03)) == pytest.approx(0.903)
@@ -357,7 +363,7 @@ def test_smallest_difference_of_a_proportion_is_a_share_of_its_errors() -> None:
     assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
 
 
-def test_corrected_value_chooses_on_the_other_blocks() -> None:
+def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_other_seeds() -> None:
     rows = [("a", 0, 0.9), ("b", 0, 0.5), ("a", 1, 0.4), ("b", 1, 0.6), ("a", 2, 0.5), ("b", 2, 0.7)]
     # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without 2, a scores 0.5.
     assert corrected_value(rows, proportion_scale()) == pytest.approx((0.5 + 0.4 + 0.5) / 3)

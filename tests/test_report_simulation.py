@@ -31,7 +31,8 @@ SEVEN: tuple[Key, ...] = (("single", 1), *((s, n) for s in ("dp", "ddp") for n i
 AGAINST_SINGLE = {points: [(p, points[0]) for p in points[1:]] for points in (THREE, SEVEN)}
 # 2 and 9 contrasts; with 3 points, ddp over dp would be a third
 PAIRS = {THREE: AGAINST_SINGLE[THREE], SEVEN: AGAINST_SINGLE[SEVEN] + [(("ddp", n), ("dp", n)) for n in (2, 4, 8)]}
-# What blocks, pooled variance, t and Holm give where every point is 10 % faster than single, and 3 points one of them.
+# Expected power of the analysis (blocks, pooled variance, t quantiles, Holm correction). Of seven configurations, all but
+# single are 10 % faster; of three, only ddp is.
 EXPECTED = {
     THREE: {3: 0.28, 5: 0.62, 8: 0.89, 10: 0.96, 20: 1.0},
     SEVEN: {3: 0.24, 5: 0.56, 8: 0.87, 10: 0.94, 20: 1.0},
@@ -156,26 +157,26 @@ def runs_of(advantages: list[float], draw: np.random.Generator) -> list[RunRecor
     return runs
 
 
-def test_report_on_equal_settings_names_no_better_setting_in_95_of_100_sweeps() -> None:
+def test_report_names_a_better_setting_in_at_most_5_of_100_sweeps_over_equal_settings() -> None:
     assert answers("all equal", 100).named <= 0.05
 
 
 @pytest.mark.parametrize("truth", ["all equal", "a slope"])
-def test_stated_value_of_best_setting_is_that_of_new_runs(truth: str) -> None:
+def test_report_estimates_accuracy_of_chosen_setting_without_selection_bias(truth: str) -> None:
     found = answers(truth, 100)
     assert abs(found.stated) <= 0.2 < found.naive
 
 
 @pytest.mark.slow  # 90 s
 @pytest.mark.parametrize("truth", TRUTHS)
-def test_stated_value_of_best_setting_is_that_of_new_runs_in_the_full_simulation(truth: str) -> None:
+def test_report_estimates_accuracy_of_chosen_setting_without_bias_in_full_simulation(truth: str) -> None:
     found = answers(truth)
     assert abs(found.stated) <= 0.2 < found.naive
     assert truth != "all equal" or found.named <= 0.05
 
 
 @pytest.mark.parametrize("points", [THREE, SEVEN], ids=["3 points", "7 points"])
-def test_decisions_keep_error_rate_and_power_in_a_small_simulation(points: tuple[Key, ...]) -> None:
+def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation(points: tuple[Key, ...]) -> None:
     assert stated_wrongly(points, 5, DRIFT, 200) <= 0.1
     assert found_of_a_tenth(points, 5, DRIFT, 200) > 0.4
     assert found_of_a_tenth(points, 10, DRIFT, 200) > 0.85
@@ -184,7 +185,7 @@ def test_decisions_keep_error_rate_and_power_in_a_small_simulation(points: tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
-def test_decisions_keep_error_rate_and_power_in_the_full_simulation(drift: float) -> None:
+def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation(drift: float) -> None:
     for points in (THREE, SEVEN):
         results = [found_of_a_tenth(points, blocks, drift) for blocks in BLOCKS]
         assert results == sorted(results)
@@ -196,7 +197,7 @@ def test_decisions_keep_error_rate_and_power_in_the_full_simulation(drift: float
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_plots")
-def test_reports_on_twenty_simulated_sweeps_are_correct(tmp_path: Path) -> None:
+def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most_one_false(tmp_path: Path) -> None:
     """At least 19 of 20 reports state no false difference, and all of them state a true difference of 30 %."""
     draw, wrong = np.random.default_rng(4), 0
     for number in range(20):

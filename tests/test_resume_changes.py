@@ -198,7 +198,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_resume_with_changed_optim_key_trains_like_a_fresh_optimizer(
+def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
     names = {key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")}
@@ -221,7 +221,7 @@ def test_resume_with_changed_optim_key_trains_like_a_fresh_optimizer(
 
 
 @pytest.mark.parametrize("opt", ["lamb", "adan"])
-def test_resume_continues_an_optimizer_with_counters_in_its_groups(
+def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
     stopped: Folders, data: Path, tmp_path: Path, opt: str
 ) -> None:
     folder = stopped(5, f"optim.opt={opt}")
@@ -231,7 +231,7 @@ def test_resume_continues_an_optimizer_with_counters_in_its_groups(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path), steps=8)
 
 
-def test_resume_discards_state_of_a_different_optimizer_and_logs_it(
+def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
     stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, config = stopped(5), config_of(data, "optim=sgd")
@@ -244,7 +244,7 @@ def test_resume_discards_state_of_a_different_optimizer_and_logs_it(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
 
 
-def test_resume_refuses_settings_that_need_missing_optimizer_state(stopped: Folders, data: Path) -> None:
+def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(stopped: Folders, data: Path) -> None:
     with pytest.raises(ValueError, match="max_exp_avg_sq"):
         attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
 
@@ -258,7 +258,7 @@ def test_resume_refuses_settings_that_need_missing_optimizer_state(stopped: Fold
         ("train.max_steps=5", False),
     ],
 )
-def test_resume_refuses_a_limit_that_the_checkpoint_has_passed(
+def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed(
     stopped: Folders, data: Path, change: str, is_refused: bool
 ) -> None:
     config = config_of(data, change)
@@ -287,7 +287,7 @@ def as_format_1(folder: Path, to: Path, data: Path) -> Path:
     return to
 
 
-def test_checkpoint_in_format_1_resumes_only_at_the_start_of_an_epoch(
+def test_checkpoint_in_old_format_1_resumes_only_at_the_start_of_an_epoch(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
     config = config_of(data, "optim.weight_decay=1")
@@ -372,7 +372,7 @@ def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
     assert [line["step"] for line in lines] == [13, 14] and lines[0]["lr"] > lines[1]["lr"] > config.optim.min_lr
 
 
-def test_train_raises_when_step_is_beyond_the_epoch(stopped: Folders, data: Path) -> None:
+def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped: Folders, data: Path) -> None:
     training = attempt(config_of(data), stopped(5))
     training.progress.step_in_epoch = 9
     with pytest.raises(RuntimeError, match="step 9 of an epoch of 4"):
@@ -380,7 +380,9 @@ def test_train_raises_when_step_is_beyond_the_epoch(stopped: Folders, data: Path
     training.close()
 
 
-def test_resume_refuses_a_different_batch_in_mid_epoch_when_not_strict(stopped: Folders, data: Path) -> None:
+def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
+    stopped: Folders, data: Path
+) -> None:
     for override in ("data.batch_size=12", "seed=7", "data.limit_train=18", "train.accumulate=2"):
         with pytest.raises(ValueError, match="mid-epoch"):
             attempt(config_of(data, override, "resume_strict=false"), stopped(5))
@@ -416,7 +418,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 
 
 @pytest.mark.processes
-def test_result_records_every_resume_as_a_segment(data: Path, tmp_path: Path) -> None:
+def test_result_records_first_step_and_changed_keys_of_every_resume(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     steps = [(3, ()), (6, ("optim.weight_decay=0.5",)), (9, ("optim.lr=0.02", "optim.clip_grad=1.5"))]
     started = []
@@ -458,7 +460,7 @@ def test_result_records_every_resume_as_a_segment(data: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
 )
-def test_train_py_resumes_with_announced_changes_or_exits_2(
+def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
 ) -> None:
     """Run main of train.py, with ranks forked from a warm server."""
@@ -553,8 +555,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.metric": ("val/loss", "val/acc_ema"),
     "checkpoint.every_steps": (2,),
 }
-# Keys of the model and the data, which a resumed run does not read again or must not change; of time, evaluation and records; of
-# devices (tests/promises/test_resume.py).
+# Keys that the random resume test does not change: keys of model and data that a resume ignores or refuses; keys of
+# duration, evaluation and records; keys of devices (tests/promises/test_resume.py).
 NOT_DRAWN = (
     # No built-in loss takes any.
     "train.loss_kwargs",
@@ -598,13 +600,13 @@ NOT_DRAWN = (
 )
 
 
-def test_every_config_key_is_drawn_or_listed_as_not_drawn() -> None:
+def test_every_config_key_is_changed_by_the_random_resume_test_or_listed_as_excluded() -> None:
     known = {key for key, _, _ in leaves(Config())}
     assert set(VALUES) <= known
     assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
 
 
-# Mostly keys that may change, because one that may not ends the example.
+# Mostly keys that a resume may change, because a refused key ends the example early.
 OFTEN = sorted(key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt")
 CHANGES = st.dictionaries(st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4)
 DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"])
@@ -671,7 +673,9 @@ def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
     return test
 
 
-test_resume_with_any_change_trains_as_announced_or_refuses = check_many_changes(12, derandomize=True)
-test_resume_with_many_changes_trains_as_announced_or_refuses = pytest.mark.slow(seconds=60)(
+test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = check_many_changes(
+    12, derandomize=True
+)
+test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.slow(seconds=60)(
     check_many_changes(300, derandomize=False)
 )

@@ -95,7 +95,7 @@ def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -
     assert after == before
 
 
-def test_run_from_an_older_version_resumes_when_removed_keys_have_defaults(main: Main) -> None:
+def test_run_of_an_older_version_resumes_only_when_its_removed_keys_have_default_values(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
     composed = folder / ".hydra" / "config.yaml"
     for config in (composed, folder / "config.yaml"):
@@ -138,7 +138,7 @@ ANOTHER_TRAINING = [
 ]
 
 
-def test_resume_names_the_key_that_would_change_the_training(main: Main) -> None:
+def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Main) -> None:
     folder = main.start("day/1")
     before = contents(folder)
     for override, key in ANOTHER_TRAINING:
@@ -188,7 +188,7 @@ def test_resume_accepts_keys_that_do_not_change_the_training(
     assert value_of(load_config(folder), key) == value != value_of(before, key)
 
 
-def test_resume_accepts_a_moved_data_root(main: Main, tmp_path: Path) -> None:
+def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(main: Main, tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / "here" / split / name).mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_resume_accepts_a_moved_data_root(main: Main, tmp_path: Path) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [1, 4])
-def test_resume_refuses_batch_size_per_device_that_changes_the_global_batch(main: Main, devices: int) -> None:
+def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(main: Main, devices: int) -> None:
     per_device = ("data.batch_size=null", "data.batch_size_per_device=16", "parallel=ddp", "parallel.devices=2")
     folder = main.start("day/1", *per_device)
     code, err = main(f"resume={folder}", f"parallel.devices={devices}")
@@ -228,7 +228,7 @@ def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     assert main.ran[-1].resolve() == newest
 
 
-def test_resume_auto_skips_a_run_that_differs_in_any_key(main: Main) -> None:
+def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
     """Two requeued jobs with the same task_name must not swap folders."""
     slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
     fast = main.start("2026-01-02/09-00-00", "optim.lr=0.2")
@@ -243,7 +243,7 @@ def test_resume_auto_skips_a_run_that_differs_in_any_key(main: Main) -> None:
     assert "optim.lr=0.2" in err and "starting a new run" in err
 
 
-def test_resume_auto_without_training_keys_keeps_the_settings_of_the_newest_run(main: Main) -> None:
+def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(main: Main) -> None:
     main.start("2026-01-01/09-00-00")
     newest = main.start("2026-01-02/09-00-00", "optim.lr=0.25", "data=synthetic")
     main.start("2026-01-03/09-00-00", "optim.lr=0.5", status="done")
@@ -274,13 +274,13 @@ def test_resume_auto_suggests_the_closest_run_when_none_is_unfinished(
 
 
 @pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
-def test_resume_auto_counts_a_group_option_as_training_keys(main: Main, group: str) -> None:
+def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(main: Main, group: str) -> None:
     main.start("2026-01-01/09-00-00")
     code, err = main("resume=auto", group, "task_name=train", "parallel.accelerator=cpu")
     assert code == 2 and "with exactly this config" in err
 
 
-def test_resume_merges_a_group_option_over_the_saved_config(main: Main) -> None:
+def test_resume_applies_a_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
     code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
     assert code == 0, err
@@ -291,7 +291,7 @@ def test_resume_merges_a_group_option_over_the_saved_config(main: Main) -> None:
     assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, "expected the value from the saved config"
 
 
-def test_resume_ignores_an_edited_group_file(main: Main, tmp_path: Path) -> None:
+def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
     folder = main.start("day/1", f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}", "model=mine")
     (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
     assert main(f"resume={folder}") == (0, "")
@@ -299,7 +299,9 @@ def test_resume_ignores_an_edited_group_file(main: Main, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))])
-def test_resume_drops_options_of_the_previous_strategy(main: Main, strategy: str, options: tuple[str, ...]) -> None:
+def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
+    main: Main, strategy: str, options: tuple[str, ...]
+) -> None:
     folder = main.start("day/1", f"parallel={strategy}", "parallel.devices=2", *options)
     code, err = main(f"resume={folder}", "parallel=single")
     assert code == 0, err
@@ -362,7 +364,7 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
         (("train.epochs=9", "train.early_stop=1"), 10, 1, ("checkpoint.metric=val/loss",), None),
     ],
 )
-def test_resume_refuses_a_done_run_by_the_limit_that_it_reached(
+def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
     main: Main, settings: tuple[str, ...], steps: int, epochs: float, overrides: tuple[str, ...], reached: str | None
 ) -> None:
     folder = main.start("day/1", *settings, status="done")
@@ -374,7 +376,7 @@ def test_resume_refuses_a_done_run_by_the_limit_that_it_reached(
         assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
 
 
-def test_resume_is_refused_without_a_checkpoint(main: Main) -> None:
+def test_resume_is_refused_when_the_run_has_no_checkpoint(main: Main) -> None:
     folder = main.start("day/1", saves=False)
     code, err = main(f"resume={folder}")
     assert code == 2 and len(err.splitlines()) == 1
@@ -397,7 +399,7 @@ def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["outputs", "outputs/train", "outputs/train/2026-01-02"])
-def test_resume_names_the_newest_run_when_the_folder_holds_runs(main: Main, name: str) -> None:
+def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(main: Main, name: str) -> None:
     newest = main.start("2026-01-02/09-00-00")
     main.start("2026-01-02/10-00-00", saves=False)
     older = main.start("2026-01-01/09-00-00")

@@ -28,7 +28,7 @@ class OwnModelConfig(ModelConfig):
             yield f"model.gamma={self.gamma}: has an effect with train.loss=focal only"
 
 
-def test_rule_added_by_a_fork_is_called_without_engine_changes() -> None:
+def test_config_validation_calls_the_rule_that_a_model_config_subclass_adds() -> None:
     check_combination(Config(model=OwnModelConfig()))
     with pytest.raises(ValueError, match=r"model\.gamma=2\.0"):
         check_combination(Config(model=OwnModelConfig(gamma=2.0)))
@@ -36,7 +36,7 @@ def test_rule_added_by_a_fork_is_called_without_engine_changes() -> None:
         check_combination(Config(model=OwnModelConfig(gamma=2.0, sync_bn=True)))
 
 
-def test_strategy_option_is_refused_when_a_different_strategy_is_chosen() -> None:
+def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen() -> None:
     assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
@@ -50,7 +50,7 @@ def test_strategy_option_is_refused_when_a_different_strategy_is_chosen() -> Non
                 check_combination(Config(parallel=parallel))
 
 
-def test_config_rules_run_without_importing_torch() -> None:
+def test_config_validation_imports_no_torch_timm_or_hydra() -> None:
     program = (
         "import sys\nfrom src.engine.config.validate import check_combination\nfrom src.schema import Config\n"
         "check_combination(Config())\nassert not {'torch', 'timm', 'hydra'} & set(sys.modules)"

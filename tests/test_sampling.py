@@ -45,7 +45,7 @@ def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) ->
 
 
 @given(epochs())
-def test_train_sampler_shard_matches_distributed_sampler(drawn: tuple[int, int, int, int, int]) -> None:
+def test_train_sampler_shard_matches_torch_distributed_sampler(drawn: tuple[int, int, int, int, int]) -> None:
     """DistributedSampler adds seed and epoch, so adjacent seeds would share orders. It gets our mixed seed instead."""
     num_samples, batch, world, seed, epoch = drawn
     full = num_samples // batch * batch  # for full batches
@@ -56,7 +56,9 @@ def test_train_sampler_shard_matches_distributed_sampler(drawn: tuple[int, int, 
 
 
 @given(epochs())
-def test_batches_of_all_ranks_together_form_the_global_batch(drawn: tuple[int, int, int, int, int]) -> None:
+def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
     num_samples, batch, world, seed, epoch = drawn
     alone = [index_batch.indices.tolist() for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]]
     each = [list(sampler) for sampler in samplers(num_samples, batch, world, seed, epoch)]
@@ -69,7 +71,9 @@ def test_batches_of_all_ranks_together_form_the_global_batch(drawn: tuple[int, i
 
 
 @given(epochs())
-def test_sampler_drops_and_counts_the_incomplete_last_batch_on_all_ranks(drawn: tuple[int, int, int, int, int]) -> None:
+def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
     num_samples, batch, world, seed, epoch = drawn
     made = samplers(num_samples, batch, world, seed, epoch)
     seen = [index for sampler in made for index in sampler.shard().tolist()]
@@ -79,7 +83,7 @@ def test_sampler_drops_and_counts_the_incomplete_last_batch_on_all_ranks(drawn: 
     assert {shard.batches_per_epoch for shard in made} == {num_samples // batch}
 
 
-def test_sample_order_differs_between_epochs_and_seeds() -> None:
+def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
     """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch 0 with seed s + 1."""
     for copies in (1, 3):
         orders = set()
@@ -91,13 +95,15 @@ def test_sample_order_differs_between_epochs_and_seeds() -> None:
         assert len(orders) == 20
 
 
-def test_sampler_refuses_batch_larger_than_split() -> None:
+def test_train_sampler_refuses_a_global_batch_larger_than_the_training_split() -> None:
     with pytest.raises(ValueError, match=r"data.batch_size=16: .*\(10 images\)"):
         TrainSampler(10, 16, 0, 1, 0)
 
 
 @given(epochs(), st.data())
-def test_train_sampler_starts_an_epoch_at_any_batch(drawn: tuple[int, int, int, int, int], data: Any) -> None:
+def test_train_sampler_yields_the_remaining_batches_when_started_mid_epoch(
+    drawn: tuple[int, int, int, int, int], data: Any
+) -> None:
     num_samples, batch, world, seed, epoch = drawn
     first = data.draw(st.integers(0, num_samples // batch))
     sampler = TrainSampler(num_samples, batch, data.draw(st.integers(0, world - 1)), world, seed)
@@ -110,7 +116,7 @@ def test_train_sampler_starts_an_epoch_at_any_batch(drawn: tuple[int, int, int, 
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 8))
-def test_eval_sampler_reads_every_sample_once(num_samples: int, world: int, batch: int) -> None:
+def test_eval_samplers_of_all_ranks_together_read_every_sample_once(num_samples: int, world: int, batch: int) -> None:
     each = [EvalSampler(num_samples, batch, rank, world) for rank in range(world)]
     read = [[index_batch.indices.tolist() for index_batch in sampler] for sampler in each]
     assert sorted(index for batches in read for indices in batches for index in indices) == list(range(num_samples))
@@ -151,7 +157,7 @@ def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_loader_workers_augment_images_as_the_rank_process_does() -> None:
+def test_augmented_images_are_equal_with_0_1_and_2_loader_workers() -> None:
     alone = _digests(Ranks(), None, 1, 3, 0)
     assert len(alone) == 12
     for num_workers in (1, 2):
@@ -159,7 +165,7 @@ def test_loader_workers_augment_images_as_the_rank_process_does() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_augment_images_as_one_process_does(world: int) -> None:
+def test_augmented_images_are_equal_on_1_2_and_3_ranks(world: int) -> None:
     assert _digests(Ranks(), None, world, 3, 0) == _digests(Ranks(), None, 1, 3, 0)
 
 
@@ -170,7 +176,7 @@ def test_augmented_images_differ_between_epochs_and_seeds() -> None:
         assert sum(other[index] == image for index, image in first.items()) <= 1
 
 
-def test_augmentation_does_not_depend_on_earlier_draws() -> None:
+def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     fetcher = BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7)
     first = fetcher.read(IndexBatch(0, np.array([5])))[0][0]
@@ -180,7 +186,7 @@ def test_augmentation_does_not_depend_on_earlier_draws() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])])
-def test_random_erasing_of_an_image_copy_is_the_same_on_any_number_of_ranks_and_workers(num_workers: int) -> None:
+def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(num_workers: int) -> None:
     """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets different boxes."""
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     erased: list[dict[int, Tensor]] = []

@@ -30,7 +30,7 @@ def validator(path: Path) -> Draft7Validator:
 
 
 @pytest.mark.parametrize("path", sorted(files()))
-def test_file_generated_from_schema_is_up_to_date(path: str) -> None:
+def test_schema_json_and_keys_page_equal_those_generated_from_schema_py(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == files()[path], "run make schema"
 
 
@@ -38,7 +38,7 @@ def test_every_config_key_has_one_sentence_of_help() -> None:
     assert [key for key, _, field in leaves(Config()) if not field.metadata.get("help", "").endswith(".")] == []
 
 
-def test_keys_page_and_schema_show_the_help_of_every_key() -> None:
+def test_schema_json_has_help_of_every_key_and_keys_page_lists_every_key() -> None:
     page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
     for key, _, field in leaves(Config()):
         part: Any = WHOLE
@@ -50,7 +50,7 @@ def test_keys_page_and_schema_show_the_help_of_every_key() -> None:
 
 
 @pytest.mark.parametrize("path", OPTION_FILES, ids=lambda path: str(path.relative_to(CONF)))
-def test_option_file_matches_the_schema(path: Path) -> None:
+def test_every_yaml_file_in_conf_is_valid_under_schema_json(path: Path) -> None:
     contents = OmegaConf.to_container(OmegaConf.load(path)) or {}  # as Hydra reads: 5e-4 is a number
     assert [error.message for error in validator(path).iter_errors(contents)] == []
 
@@ -69,7 +69,9 @@ def test_option_file_matches_the_schema(path: Path) -> None:
         ("train/default.yaml", {"epochs": 1.5}, "1.5"),
     ],
 )
-def test_schema_rejects_an_invalid_option_file(file: str, contents: dict[str, Any], named: str) -> None:
+def test_schema_json_rejects_misspelled_keys_and_invalid_values(
+    file: str, contents: dict[str, Any], named: str
+) -> None:
     errors = [error.message for error in validator(CONF / file).iter_errors(contents)]
     assert errors
     assert named in str(errors)
@@ -78,5 +80,5 @@ def test_schema_rejects_an_invalid_option_file(file: str, contents: dict[str, An
 @pytest.mark.parametrize(
     "contents", [{"lr": "${oc.env:LR}"}, {"clip_grad": None}, {"sched": "wsd"}, {"kwargs": {"x": [1]}}]
 )
-def test_schema_accepts_valid_values(contents: dict[str, Any]) -> None:
+def test_schema_json_accepts_interpolations_null_and_kwargs(contents: dict[str, Any]) -> None:
     assert validator(CONF / "optim" / "sgd.yaml").is_valid(contents)

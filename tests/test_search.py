@@ -77,7 +77,7 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
     assert space["g.h"].override("2") == "+g.h=2"
 
 
-def test_command_line_can_add_replace_and_remove_searched_keys() -> None:
+def test_search_overrides_add_replace_and_remove_searched_keys() -> None:
     assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
     assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {"optim.lr", "train.smoothing"}
     assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
@@ -117,7 +117,7 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
         (("checkpoint.metric=val/loss", "optimized_metric=val/acc"), "val/acc", "maximize"),
     ],
 )
-def test_search_follows_checkpoint_metric_unless_optimized_metric_is_set(
+def test_search_objective_and_direction_follow_checkpoint_metric_or_optimized_metric(
     tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
 ) -> None:
     command, points = expand(get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
@@ -134,7 +134,7 @@ def test_search_is_refused_without_multirun() -> None:
 
 
 @pytest.mark.parametrize("text", ["search: [", "- 1", None])
-def test_error_names_a_damaged_search_file(tmp_path: Path, text: str | None) -> None:
+def test_error_names_search_yaml_when_it_is_damaged_or_missing(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / FROZEN).write_text(text)
     with pytest.raises(ValueError, match=r"search\.yaml: "):
@@ -154,7 +154,7 @@ class Trial:
         return self.reported[max(self.reported)] < self.bar
 
 
-def test_metric_follower_reports_each_evaluation_once_and_returns_prune_reason(tmp_path: Path) -> None:
+def test_search_reports_each_evaluation_to_optuna_once_and_returns_the_prune_reason(tmp_path: Path) -> None:
     path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
     follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
     assert follow() == ""
@@ -168,7 +168,7 @@ def test_metric_follower_reports_each_evaluation_once_and_returns_prune_reason(t
     assert trial.reported == {1: 0.6, 2: 0.4}
 
 
-def test_resumed_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) -> None:
+def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) -> None:
     path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
     path.write_text('{"step": 9, "val/acc": 0.4}\n')
     follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_resumed_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_failed_trial_is_listed_in_results(tmp_path: Path) -> None:
+def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     done = search(
         folder,
@@ -250,7 +250,7 @@ def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_each_concurrent_trial_runs_once_when_a_search_is_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     words = ("search.n_trials=4", "search.n_jobs=2", "parallel=single", "parallel.threads_per_device=1")
     command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
@@ -294,7 +294,7 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
     return write_search_page(jobs, searched, config).read_text()
 
 
-def test_search_page_shows_best_trial_plots_and_table(tmp_path: Path) -> None:
+def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> None:
     ends = [("done", 0.5, ""), ("pruned", None, "worse than the median"), ("done", 0.9, ""), ("failed", None, "<b>|")]
     html = searched_page(tmp_path, ends)
     assert 'Best: val/acc_best 0.9000 in trial <a href="2/">2</a>' in html
@@ -308,7 +308,7 @@ def test_search_page_shows_best_trial_plots_and_table(tmp_path: Path) -> None:
     assert figures == ["optimization_history", "slice", "intermediate_values", "timeline"]
 
 
-def test_search_page_shows_importances_when_twenty_trials_have_values(
+def test_search_html_shows_parameter_importances_when_20_trials_have_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each plot is replaced by an empty one, because only the names are checked."""
@@ -325,7 +325,7 @@ def test_search_page_shows_importances_when_twenty_trials_have_values(
         assert ("plot_param_importances" in html) == (count == 20)
 
 
-def test_search_page_reports_missing_values(tmp_path: Path) -> None:
+def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(tmp_path: Path) -> None:
     html = searched_page(tmp_path, [("failed", None, "out of memory")])
     assert "Best:" not in html
     assert "out of memory" in html

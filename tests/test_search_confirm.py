@@ -51,7 +51,7 @@ def finish(folder: Path, job: Job) -> None:
     (folder / job.folder / "result.json").write_text(json.dumps({"status": "done", "reason": ""}))
 
 
-def test_confirmation_trains_best_trial_and_default_settings_with_new_seeds(
+def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search", "seed=7")
@@ -83,7 +83,7 @@ def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_
     assert [job.name for job in confirmations[0].jobs.jobs] == ["default settings"] * 2
 
 
-def test_confirmation_keeps_finished_jobs_and_gets_more_seeds_when_resumed(
+def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_more(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
@@ -103,7 +103,7 @@ def test_confirmation_keeps_finished_jobs_and_gets_more_seeds_when_resumed(
     assert len({job.folder for job in after.jobs}) == 6
 
 
-def test_confirmation_writes_missing_folders_when_killed_while_writing(
+def test_search_confirm_writes_missing_job_folders_when_resumed_after_a_kill(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
@@ -124,7 +124,7 @@ def test_confirmation_writes_missing_folders_when_killed_while_writing(
     assert len(read_jobs(folder).jobs) == 4
 
 
-def test_stopped_confirmation_is_resumed_by_the_folder_of_the_search(
+def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     tmp_path: Path, confirmations: list[Confirmation], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
@@ -148,7 +148,9 @@ def test_stopped_confirmation_is_resumed_by_the_folder_of_the_search(
         ),
     ],
 )
-def test_confirmation_is_refused_when_it_could_not_decide(overrides: tuple[str, ...], named: str) -> None:
+def test_search_confirm_is_refused_when_best_and_default_settings_cannot_be_compared(
+    overrides: tuple[str, ...], named: str
+) -> None:
     def check(*words: str) -> list[Any]:
         command, points = expand(parse("-m", "search=optuna", *tiny("data.batch_size=8", *words)))
         return check_confirmation(command.config, points[0].tree, read_space(command))
@@ -163,7 +165,7 @@ def test_confirmation_is_refused_when_it_could_not_decide(overrides: tuple[str, 
     ("seeds", "stopped_by", "code", "skipped"),
     [(None, None, 0, False), (2, None, 1, True), (2, signal.SIGINT, 130, False)],
 )
-def test_confirmation_does_not_start_when_the_search_is_incomplete(
+def test_search_confirm_does_not_start_when_not_requested_or_when_the_search_failed(
     capsys: pytest.CaptureFixture[str],
     confirmations: list[Confirmation],
     seeds: int | None,
@@ -179,7 +181,7 @@ def test_confirmation_does_not_start_when_the_search_is_incomplete(
 
 @pytest.mark.slow(40)
 @pytest.mark.processes
-def test_killed_confirmation_reports_on_new_seeds_when_resumed(tmp_path: Path, train: Train) -> None:
+def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(tmp_path: Path, train: Train) -> None:
     folder = tmp_path / "search"
     words = ("search=optuna", "search.n_trials=2", "search.confirm=2", "parallel=single", f"hydra.sweep.dir={folder}")
     running = train.start("-m", *words, folder=folder)

@@ -44,7 +44,7 @@ def config_of(*overrides: str) -> Config:
     return points(*overrides)[0].config
 
 
-def test_concurrent_jobs_get_cuda_devices_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(CudaDevice(number, "H", 80 * GIB, f"GPU-{number}") for number in range(4))
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
     config = config_of("parallel=ddp", "parallel.devices=2")
@@ -75,7 +75,7 @@ def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
     assert jobs_at_a_time(key, 1, config) == 1
 
 
-def test_auto_concurrency_is_limited_only_by_devices() -> None:
+def test_sweep_jobs_auto_runs_as_many_jobs_as_the_cores_allow() -> None:
     config = config_of("parallel.threads_per_device=2")
     assert jobs_at_a_time("sweep.jobs", "auto", config) is None
     scheduler = DeviceScheduler({"cpu": [str(core) for core in range(8)]})
@@ -116,7 +116,7 @@ def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
-def test_concurrent_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
+def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
     jobs = frozen(tmp_path, "seed=1,2,3,4", "parallel.threads_per_device=1")
     Sweep(jobs, max_jobs=2).run()
     times = [ran(jobs, job) for job in jobs.jobs]
@@ -131,7 +131,7 @@ def test_concurrent_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_jobs_run_one_at_a_time_when_each_needs_all_cores(tmp_path: Path, fake_jobs: None) -> None:
+def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(tmp_path: Path, fake_jobs: None) -> None:
     jobs = frozen(tmp_path, "seed=1,2", f"parallel.threads_per_device={hardware.cores()}")
     Sweep(jobs, max_jobs=2).run()
     first, second = (ran(jobs, job) for job in jobs.jobs)
@@ -142,7 +142,7 @@ def test_jobs_run_one_at_a_time_when_each_needs_all_cores(tmp_path: Path, fake_j
 
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
-def test_jobs_run_one_at_a_time_when_memory_is_short(
+def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "available_memory", lambda: GIB // 3)
@@ -153,7 +153,7 @@ def test_jobs_run_one_at_a_time_when_memory_is_short(
 
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
-def test_job_runs_again_alone_when_killed_for_lack_of_memory(
+def test_sweep_runs_an_out_of_memory_job_again_alone(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_SHORT", "1")
@@ -166,7 +166,7 @@ def test_job_runs_again_alone_when_killed_for_lack_of_memory(
 
 
 @pytest.mark.processes
-def test_job_is_attempted_only_twice_when_memory_never_suffices(
+def test_sweep_runs_a_job_only_twice_when_it_is_always_out_of_memory(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -186,7 +186,7 @@ def sweep(folder: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
-def test_results_of_concurrent_jobs_match_results_of_a_job_run_alone(tmp_path: Path) -> None:
+def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_path: Path) -> None:
     command = sweep(tmp_path / "two", "seed=1,2")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -201,7 +201,7 @@ def test_results_of_concurrent_jobs_match_results_of_a_job_run_alone(tmp_path: P
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_jobs_end_when_their_sweep_is_stopped_or_killed(tmp_path: Path, number: int) -> None:
+def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(tmp_path: Path, number: int) -> None:
     """A resumed sweep runs the missing jobs. After a stop: test_sweep.py."""
     folder = tmp_path / "sweep"
     running = subprocess.Popen(

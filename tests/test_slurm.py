@@ -27,7 +27,7 @@ def numbers(folder: Path) -> tuple[Any, ...]:
     return read_result(folder).parameters_hash, lines
 
 
-def test_job_on_two_nodes_matches_run_on_one_machine(jobs: Jobs, train: Train) -> None:
+def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine(jobs: Jobs, train: Train) -> None:
     done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment).finish()
     assert done.returncode == 0, done.output
     assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
@@ -41,7 +41,7 @@ def test_job_on_two_nodes_matches_run_on_one_machine(jobs: Jobs, train: Train) -
     assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
 
 
-def test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node(jobs: Jobs, train: Train) -> None:
+def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(jobs: Jobs, train: Train) -> None:
     """Both jobs get a warning signal at the same time, and then lose a node."""
     folders = [jobs.submit("slow", *LONG), jobs.submit("fast", *LONG, "optim.lr=0.01")]
     for folder in folders:
@@ -66,7 +66,7 @@ def test_requeued_jobs_continue_after_a_warning_signal_and_a_lost_node(jobs: Job
         assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
 
 
-def test_restarted_job_waits_until_its_first_attempt_ends_when_slurmd_died(jobs: Jobs) -> None:
+def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(jobs: Jobs) -> None:
     """slurmd is killed while the job's processes survive, so Slurm starts the job again on the other node."""
     overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
     folder = jobs.submit("orphan", *overrides)
@@ -88,7 +88,7 @@ def test_restarted_job_waits_until_its_first_attempt_ends_when_slurmd_died(jobs:
     assert log.read_text().count("resumed from") == 1
 
 
-def test_scancel_ends_all_processes_and_refused_job_does_not_create_a_folder(jobs: Jobs, train: Train) -> None:
+def test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder(jobs: Jobs, train: Train) -> None:
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()

@@ -81,13 +81,13 @@ def count_reads(steps: int, *overrides: str) -> int:
 
 
 @pytest.mark.parametrize("overrides", [(), BUSY, ("train.precision=bf16",)], ids=["plain", "busy", "bf16"])
-def test_steps_between_sync_steps_do_not_read_values_from_the_device(overrides: tuple[str, ...]) -> None:
+def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(overrides: tuple[str, ...]) -> None:
     few, many = count_reads(5, *overrides), count_reads(25, *overrides)
     assert 1 <= few <= 10, "the sync step fetches its losses"
     assert many == few
 
 
-def test_evaluation_reads_values_from_the_device_only_at_its_end() -> None:
+def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
     """torch.bincount and indexing with a mask, for example, would read values earlier."""
     strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
@@ -141,7 +141,9 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return calls
 
 
-def test_steps_between_sync_steps_do_not_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_steps_between_log_steps_write_no_logs_or_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "many").mkdir()
     few, many = count_writes(5, tmp_path / "few", monkeypatch), count_writes(45, tmp_path / "many", monkeypatch)
@@ -150,7 +152,7 @@ def test_steps_between_sync_steps_do_not_log(tmp_path: Path, monkeypatch: pytest
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
 
 
-def test_ema_matches_timm_without_a_state_dict_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_weights_equal_those_of_timm_without_a_state_dict_call_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))
@@ -202,7 +204,7 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     return sends, bits
 
 
-def test_ddp_does_not_send_batchnorm_buffers_and_keeps_results_bit_identical() -> None:
+def test_ddp_results_are_bit_identical_with_and_without_sending_batchnorm_buffers() -> None:
     (default, sending), (default_of_rank_1, _) = in_ranks(both_ways, 2)
     assert (default[0], sending[0]) == (False, True)
     assert default[1] == default_of_rank_1[1] == sending[1]
@@ -212,7 +214,7 @@ def both_ways(ranks: Ranks, store: Any) -> list[tuple[bool, list[float]]]:
     return [buffers_and_bits(ranks, PrefixStore(value, store), value) for value in ("null", "true")]
 
 
-def test_ddp_sends_buffers_when_training_may_read_them() -> None:
+def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer() -> None:
     assert has_only_batch_norm_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     other = nn.Linear(2, 2)
     other.register_buffer("queue", torch.zeros(3))
@@ -242,7 +244,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 @pytest.mark.processes
-def test_keep_freed_memory_reuses_pages() -> None:
+def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
     """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
@@ -254,7 +256,7 @@ ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
-def test_step_between_sync_steps_does_not_synchronize_with_the_gpu(accelerator: str) -> None:
+def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(accelerator: str) -> None:
     """On a CPU a step cannot synchronize, so the test only checks that the steps run."""
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *BUSY, "train.precision=bf16", "data=synthetic")

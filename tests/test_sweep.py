@@ -50,7 +50,7 @@ def points(*overrides: str) -> Any:
     return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
-def test_impossible_configuration_is_skipped_with_a_reason() -> None:
+def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_batch() -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
     assert [bool(point.reason) for point in expanded] == [False, True, False, True]
     assert "single uses one device" in expanded[1].reason
@@ -58,7 +58,7 @@ def test_impossible_configuration_is_skipped_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
-def test_composing_prints_its_progress_when_it_takes_long(
+def test_sweep_prints_progress_when_composing_its_configs_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
 ) -> None:
     """Not in a terminal: a line after 2 s, then every 10 s. `seconds`: that each of four configurations takes."""
@@ -71,7 +71,7 @@ def test_composing_prints_its_progress_when_it_takes_long(
     assert output.err.count(" of 4") == lines
 
 
-def test_composing_shows_a_bar_that_vanishes_when_interrupted_in_a_terminal(
+def test_sweep_progress_bar_is_erased_when_interrupted_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -92,7 +92,7 @@ def test_composing_shows_a_bar_that_vanishes_when_interrupted_in_a_terminal(
     assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
 
 
-def test_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
+def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,2", "data.batch_size=64")
     for repeats in (1, 4):
         settings = SweepConfig(repeats=repeats)
@@ -104,7 +104,7 @@ def test_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
     assert count_runs(expanded, SweepConfig(repeats="auto", max_repeats=5)).startswith("11 to 17 runs")
 
 
-def test_dry_run_shows_only_values_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes: list[object] = []
 
     def training_size(data: DataConfig) -> int:
@@ -121,12 +121,12 @@ def test_dry_run_shows_only_values_that_vary(capsys: pytest.CaptureFixture[str])
     assert "can run here" in capsys.readouterr().out
 
 
-def test_cpu_configurations_get_equal_thread_counts() -> None:
+def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
     assert len({point.config.parallel.threads_per_device for point in expanded if not point.reason}) == 1
 
 
-def test_cpu_configurations_get_equal_thread_counts_when_gpus_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (gpu,))
     monkeypatch.setattr(hardware, "cores", lambda: 8)
@@ -137,17 +137,17 @@ def test_cpu_configurations_get_equal_thread_counts_when_gpus_exist(monkeypatch:
 @pytest.mark.parametrize(
     "overrides", [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]]
 )
-def test_sweep_is_refused_when_a_value_is_invalid(overrides: list[str]) -> None:
+def test_sweep_is_refused_when_a_swept_value_is_invalid(overrides: list[str]) -> None:
     with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
         points(*overrides)
 
 
-def test_sweep_is_refused_when_a_range_is_empty() -> None:
+def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
     with pytest.raises(ValueError, match=r"seed=range\(3,3\): "):
         points("seed=range(3,3)")
 
 
-def test_queued_jobs_ignore_yaml_edited_after_the_sweep_began(tmp_path: Path) -> None:
+def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
     """Jobs read config.yaml in their folder, not conf/."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
     assert [load_config(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
@@ -156,7 +156,9 @@ def test_queued_jobs_ignore_yaml_edited_after_the_sweep_began(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)])
-def test_sweep_over_strategies_and_devices_has_the_right_world_sizes(tmp_path: Path, strategies: str) -> None:
+def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
+    tmp_path: Path, strategies: str
+) -> None:
     """single on two devices is skipped. A job run alone equals the same job in the sweep, bit for bit."""
     folder = tmp_path / "sweep"
     done = sweep(folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1")
@@ -178,7 +180,7 @@ def test_sweep_over_strategies_and_devices_has_the_right_world_sizes(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_sweep_lists_a_failed_job_and_runs_the_remaining_jobs(tmp_path: Path) -> None:
+def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = sweep(folder, "model.num_classes=3,10", "parallel=single")
     assert done.returncode == 1
@@ -189,7 +191,7 @@ def test_sweep_lists_a_failed_job_and_runs_the_remaining_jobs(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_interrupted_sweep_is_completed_when_resumed(tmp_path: Path) -> None:
+def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [
         sys.executable,

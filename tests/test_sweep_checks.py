@@ -31,7 +31,9 @@ SMALL = ("-m", "model=tiny", "print_config=false", "parallel=single", "parallel.
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
-def test_sweep_refuses_missing_data_before_the_first_job(refuse: Refuse, tmp_path: Path, dry_run: str) -> None:
+def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
+    refuse: Refuse, tmp_path: Path, dry_run: str
+) -> None:
     images = image_folder(tmp_path / "images")
     gone = tmp_path / "gone"
     line = refuse(*SMALL, "data=folder", f"data.root={images},{gone}", f"sweep.dry_run={dry_run}")
@@ -39,7 +41,7 @@ def test_sweep_refuses_missing_data_before_the_first_job(refuse: Refuse, tmp_pat
     assert f"{gone}/train" in line
 
 
-def test_search_refuses_missing_data_among_searched_values(refuse: Refuse, tmp_path: Path) -> None:
+def test_search_is_refused_when_one_searched_data_root_is_missing(refuse: Refuse, tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images")
     gone = tmp_path / "gone"
     line = refuse(*SMALL, "search=optuna", "data=folder", f"data.root={images},{gone}")
@@ -62,7 +64,9 @@ def test_search_refuses_missing_data_among_searched_values(refuse: Refuse, tmp_p
         (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
     ],
 )
-def test_sweep_error_names_value_reason_and_fix(refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_sweep_is_refused_with_the_fix_when_a_swept_value_is_invalid_or_repeated(
+    refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
     line = refuse(*SMALL, *words)
     assert [text for text in named if text not in line] == [], line
 
@@ -78,7 +82,9 @@ def test_sweep_error_names_value_reason_and_fix(refuse: Refuse, words: tuple[str
         ("optim.weigth_decay=0.1", "did you mean optim.weight_decay"),
     ],
 )
-def test_error_suggests_the_intended_key_when_a_key_is_misspelled(refuse: Refuse, word: str, named: str) -> None:
+def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
+    refuse: Refuse, word: str, named: str
+) -> None:
     assert named in refuse(word)
 
 
@@ -86,7 +92,7 @@ def test_error_suggests_the_intended_key_when_a_key_is_misspelled(refuse: Refuse
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_sweep_does_not_leave_a_folder_when_interrupted_during_composition(
+def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     """The signal arrives while the config of the second job is being written."""
@@ -161,7 +167,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
-def test_sweep_checks_each_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
+def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
     checked: list[int | None] = []
     start(
         tmp_path / "sweep", "seed=1,2", "data.limit_train=64,128", check=lambda data: checked.append(data.limit_train)
@@ -227,7 +233,7 @@ def killed_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["0_block_0"]
 
 
-def test_sweep_resume_writes_all_folders_when_killed_while_writing_them(
+def test_sweep_resume_writes_missing_job_folders_when_killed_while_writing_them(
     tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -240,7 +246,7 @@ def test_sweep_resume_writes_all_folders_when_killed_while_writing_them(
     assert len(no_jobs) == len(fields) == 6
 
 
-def test_sweep_resume_refuses_a_sweep_killed_while_writing_when_its_command_composes_other_jobs(
+def test_sweep_resume_is_refused_when_its_command_composes_other_jobs_than_before(
     tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
@@ -269,7 +275,9 @@ def test_sweep_resume_refuses_a_deleted_job_whose_config_would_change(tmp_path: 
     assert not (folder / "1").exists()
 
 
-def test_sweep_resume_prints_a_working_command_when_jobs_json_is_truncated(tmp_path: Path, without_plots: None) -> None:
+def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_truncated(
+    tmp_path: Path, without_plots: None
+) -> None:
     from scripts import report
 
     folder = tmp_path / "sweep"

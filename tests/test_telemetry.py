@@ -38,14 +38,14 @@ def events(finished_run: Finished) -> EventAccumulator:
 
 
 @pytest.mark.processes
-def test_tensorboard_has_every_documented_curve(events: EventAccumulator) -> None:
+def test_tensorboard_has_curves_of_loss_accuracy_lr_speed_and_memory(events: EventAccumulator) -> None:
     tags = set(events.Tags()["scalars"])
     assert tags >= CURVES
     assert any(tag.startswith("memory/") for tag in tags)
 
 
 @pytest.mark.processes
-def test_tensorboard_has_images_confusion_matrix_config_and_hparams_in_one_run(
+def test_tensorboard_event_file_has_images_confusion_matrix_config_and_hparams(
     finished_run: Finished, events: EventAccumulator
 ) -> None:
     tags = events.Tags()
@@ -73,7 +73,7 @@ def test_metrics_jsonl_has_the_same_values_as_tensorboard(
 
 
 @pytest.mark.processes
-def test_result_has_the_last_logged_numbers(finished_run: Finished) -> None:
+def test_result_has_the_last_logged_val_and_test_accuracy(finished_run: Finished) -> None:
     last: dict[str, Any] = {}
     for line in finished_run.metrics:
         last.update(line)
@@ -83,7 +83,7 @@ def test_result_has_the_last_logged_numbers(finished_run: Finished) -> None:
 
 
 @pytest.mark.processes
-def test_redirected_output_has_one_line_per_epoch_without_control_codes(finished_run: Finished) -> None:
+def test_redirected_stdout_has_one_line_per_epoch_without_control_codes(finished_run: Finished) -> None:
     assert not re.search(r"[\r\x1b]", finished_run.stdout + finished_run.stderr)
     epochs = [line for line in finished_run.stdout.splitlines() if line.startswith("epoch ")]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
@@ -95,7 +95,9 @@ def test_redirected_output_has_one_line_per_epoch_without_control_codes(finished
     assert finished_run.stderr == ""
 
 
-def test_strategy_refuses_a_driver_that_is_too_old_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_error_names_nvidia_driver_and_accelerator_key_when_cuda_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = ParallelConfig(strategy="single", devices=1, accelerator="cuda", threads_per_device=1)
     with pytest.raises(RuntimeError, match=r"parallel\.accelerator=cpu") as refusal:

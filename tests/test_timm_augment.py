@@ -85,7 +85,7 @@ SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("mean", [IMAGENET_DEFAULT_MEAN, (0.1, 0.9, 0.3)], ids=["imagenet", "own"])
 @pytest.mark.parametrize("name", SAME_DRAWS)
-def test_transform_matches_timm_for_equal_random_draws(name: str, mean: tuple[float, ...]) -> None:
+def test_train_transform_matches_timm_for_equal_random_draws(name: str, mean: tuple[float, ...]) -> None:
     ours, theirs, tolerance = SAME_DRAWS[name]
     transform = train_transform(AugmentConfig(**ours), SIZE, resize=False, mean=mean)
     assert transform is not None
@@ -121,7 +121,7 @@ def test_train_crop_mode_matches_timm_for_equal_random_draws(mode: str, given: d
         assert (found.int() - expected.int()).abs().max() <= 2
 
 
-def test_train_crop_mode_rrc_uses_the_scale_of_timm() -> None:
+def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
     plain, named = (
         train_transform(AugmentConfig(**given), SIZE, resize=True)
         for given in ({"scale": [0.08, 1.0]}, {"train_crop_mode": "rrc"})
@@ -131,7 +131,7 @@ def test_train_crop_mode_rrc_uses_the_scale_of_timm() -> None:
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_erasing_matches_timm_with_a_seed_per_image(mode: str, count: int) -> None:
+def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count: int) -> None:
     erase = Erasing(AugmentConfig(reprob=0.6, remode=mode, recount=count), CPU)
     theirs = RandomErasing(0.6, mode=mode, max_count=count, device="cpu")
     images = torch.linspace(5, 6, 64 * 3 * 32 * 32).view(64, 3, 32, 32)
@@ -159,7 +159,7 @@ def test_erasing_matches_timm_with_a_seed_per_image(mode: str, count: int) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_erasing_on_a_gpu_does_not_synchronize_and_depends_only_on_the_seed() -> None:
+def test_random_erasing_on_a_gpu_does_not_synchronize_and_depends_only_on_the_seed() -> None:
     device = torch.device("cuda", 0)
     erase = Erasing(AugmentConfig(reprob=0.9, recount=2), device)
     images, seeds = torch.zeros(16, 3, 64, 64, device=device), list(range(16))
@@ -187,7 +187,7 @@ MIXUPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXUPS)
-def test_mixup_and_cutmix_match_timm_for_the_seed_of_a_batch_and_rank(name: str) -> None:
+def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
     augment = AugmentConfig(**MIXUPS[name])
     theirs = Mixup(
         mixup_alpha=augment.mixup,
@@ -208,7 +208,7 @@ def test_mixup_and_cutmix_match_timm_for_the_seed_of_a_batch_and_rank(name: str)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_mixup_ends_at_the_given_epoch_and_label_smoothing_remains() -> None:
+def test_mixup_stops_at_mixup_off_epoch_and_label_smoothing_continues() -> None:
     mixing = Mixing(AugmentConfig(mixup=0.8, mixup_off_epoch=2), 0.1, 5, seed=3, rank=0)
     images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
     for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):
@@ -239,7 +239,7 @@ def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
 
 
 @pytest.mark.parametrize("sched", ["cosine", "step", "multistep", "poly", "tanh"])
-def test_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -> None:
+def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -> None:
     config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
     if sched in ("step", "multistep"):
         config.decay_epochs, config.decay_milestones = (3, None) if sched == "step" else (None, [4, 6])
@@ -262,7 +262,7 @@ def test_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
 
 
-def test_bce_in_training_matches_timm_with_sum_classes_and_pos_weight() -> None:
+def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
     config = TrainConfig(loss="bce", smoothing=0.1, loss_kwargs={"sum_classes": True, "pos_weight": 2.0})
     scores, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
     expected = BinaryCrossEntropy(smoothing=0.1, sum_classes=True, pos_weight=2.0)(scores, labels)
@@ -291,11 +291,11 @@ def test_bce_in_training_matches_timm_with_sum_classes_and_pos_weight() -> None:
         (("optim.warmup_prefix=false", "optim.sched=constant"), "optim.warmup_prefix"),
     ],
 )
-def test_error_names_a_key_without_effect(words: tuple[str, ...], key: str) -> None:
+def test_augmentation_clip_or_warmup_key_is_refused_when_unused_or_invalid(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ValueError, match=key.replace(".", r"\.") + "="):
         resolved(*words)
 
 
-def test_error_names_the_blur_key_when_images_are_too_small() -> None:
+def test_gaussian_blur_prob_is_refused_when_images_are_too_small() -> None:
     with pytest.raises(ValueError, match=r"data\.augment\.gaussian_blur_prob"):
         train_transform(AugmentConfig(gaussian_blur_prob=0.5), 8, resize=False)

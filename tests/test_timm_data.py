@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from src.data.check import check_data
 from src.data.datasets import build_dataset
 from src.engine.data import tar_index as tars
 from src.engine.data.loader import BatchFetcher
@@ -78,7 +77,7 @@ def values_and_labels(split: Any) -> list[tuple[int, int]]:
     ],
 )
 @pytest.mark.parametrize("name", ["tar", "wds"])
-def test_samples_in_tar_files_are_read_by_index(
+def test_tar_and_webdataset_samples_are_read_with_labels_from_several_file_layouts(
     tmp_path: Path, name: str, train: dict[str, int], val: dict[str, int]
 ) -> None:
     members = folders if name == "tar" else pairs
@@ -93,7 +92,7 @@ def test_samples_in_tar_files_are_read_by_index(
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
 
 
-def test_split_pattern_selects_matching_tars(tmp_path: Path) -> None:
+def test_train_split_pattern_selects_tar_files_and_names_a_missing_one(tmp_path: Path) -> None:
     for number in range(9, 12):
         write_tar(tmp_path / f"shard-{number:04d}.tar", pairs(2, 2 * number))
     write_tar(tmp_path / "val.tar", pairs(2))
@@ -106,7 +105,7 @@ def test_split_pattern_selects_matching_tars(tmp_path: Path) -> None:
 
 @given(first=st.integers(0, 99), more=st.integers(0, 30))
 @settings(max_examples=30, deadline=None)
-def test_braces_in_a_split_pattern_expand_as_in_a_shell(first: int, more: int) -> None:
+def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(first: int, more: int) -> None:
     names = tars._expand_braces(f"a-{{{first:03d}..{first + more:03d}}}.tar")
     assert names == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
 
@@ -122,7 +121,7 @@ def test_braces_in_a_split_pattern_expand_as_in_a_shell(first: int, more: int) -
     ],
     ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
 )
-def test_tar_accepts_common_member_names(
+def test_tar_dataset_accepts_numeric_and_dotted_member_names_and_ignores_hidden_files(
     tmp_path: Path, name: str, members: dict[str, bytes], classes: list[str]
 ) -> None:
     for split in ("train", "val"):
@@ -156,7 +155,9 @@ def cut_off(root: Path) -> None:
     ],
     ids=["none", "compressed", "rubbish", "cut off", "no images", "no labels", "label is no number"],
 )
-def test_error_names_the_path_of_an_unusable_tar(tmp_path: Path, name: str, prepare: Any, reason: str) -> None:
+def test_tar_dataset_error_names_path_and_reason_when_a_tar_is_unusable(
+    tmp_path: Path, name: str, prepare: Any, reason: str
+) -> None:
     prepare(tmp_path)
     write_tar(tmp_path / "val.tar", folders(2) if name == "tar" else pairs(2))
     with pytest.raises(ValueError, match=reason) as refusal:
@@ -165,7 +166,7 @@ def test_error_names_the_path_of_an_unusable_tar(tmp_path: Path, name: str, prep
 
 
 @pytest.mark.parametrize("names", [("carnival-train", "carnival-test"), ("constrained-train", "constrained-val")])
-def test_tar_that_matches_two_splits_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_tar_file_is_refused_when_its_name_matches_two_splits(tmp_path: Path, names: tuple[str, str]) -> None:
     """`carnival` contains `val`, and `constrained` contains `train`."""
     for name in names:
         write_tar(tmp_path / f"{name}.tar", folders(2))
@@ -176,7 +177,7 @@ def test_tar_that_matches_two_splits_is_refused(tmp_path: Path, names: tuple[str
     assert len(images.train) == len(images.val) == 2
 
 
-def test_validation_class_missing_in_training_data_is_refused(tmp_path: Path) -> None:
+def test_tar_dataset_is_refused_when_a_validation_class_has_no_training_images(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", {"cat/1.png": png(0), "dog/1.png": png(1)})
     write_tar(tmp_path / "val.tar", {"cow/1.png": png(0)})
     with pytest.raises(ValueError, match="'cow'"):
@@ -222,7 +223,7 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.processes
-def test_one_rank_downloads_when_ranks_start_on_an_empty_data_folder(tmp_path: Path) -> None:
+def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(tmp_path: Path) -> None:
     outcomes = in_ranks(read_in_rank, 2, str(tmp_path), timeout=120)
     assert sorted(downloads for downloads, _, _ in outcomes) == [0, 1]
     assert [outcome[1:] for outcome in outcomes] == [(24, 3)] * 2
@@ -254,14 +255,16 @@ def test_error_names_the_download_key_when_torchvision_data_is_missing(tmp_path:
     assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)
 
 
-def test_error_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_dataset_error_has_pip_command_when_the_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
         build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)
 
 
 @pytest.mark.parametrize("label", [2, -1])
-def test_label_is_refused_when_the_model_has_too_few_classes(label: int) -> None:
+def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int) -> None:
     class Split:
         def __len__(self) -> int:
             return 3
@@ -281,7 +284,7 @@ def test_label_is_refused_when_the_model_has_too_few_classes(label: int) -> None
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_repeated_augmentation_puts_copies_of_an_image_in_one_global_batch(
+def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
     num_images: int, copies: int, world_size: int, batch: int, seed: int
 ) -> None:
     """An epoch has the same number of samples from fewer images. Each copy of an image has a separate index."""
@@ -297,8 +300,3 @@ def test_repeated_augmentation_puts_copies_of_an_image_in_one_global_batch(
         images = [index % num_images for index in indices]
         assert all(images.count(image) == copies for image in images)
     assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
-
-
-def test_check_data_refuses_a_missing_folder_without_importing_torch(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such folder"):
-        check_data(config_of("tar", tmp_path / "nowhere").data)

@@ -195,7 +195,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 @pytest.mark.parametrize(
     "option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS]
 )
-def test_timm_option_trains_equally_or_is_refused_under_each_strategy(
+def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
     actual = outcomes(strategy)[option]
@@ -224,7 +224,9 @@ def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
 @pytest.mark.processes
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)])
-def test_dist_bn_uses_rank_0_or_averaged_batchnorm_statistics(dist_bn: str | None, expected: float) -> None:
+def test_ddp_dist_bn_broadcast_uses_rank_0_and_reduce_averages_batchnorm_statistics(
+    dist_bn: str | None, expected: float
+) -> None:
     assert in_ranks(shared_mean, 2, dist_bn) == [expected, expected]
 
 
@@ -252,7 +254,7 @@ def averages(model: nn.Module) -> list[float]:
 
 
 @pytest.mark.processes
-def test_dist_bn_reduce_evaluates_with_statistics_averaged_over_ranks() -> None:
+def test_ddp_dist_bn_reduce_averages_batchnorm_statistics_of_ranks_after_an_epoch() -> None:
     (evaluated, own), (evaluated_on_1, own_on_1) = in_ranks(evaluated_and_own_statistics, 2)
     assert evaluated == evaluated_on_1
     assert own != pytest.approx(own_on_1, rel=0.01), "the ranks must differ, or rank 0's statistics would pass too"
@@ -262,7 +264,9 @@ def test_dist_bn_reduce_evaluates_with_statistics_averaged_over_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_timm_options_change_the_training(outcomes: Callable[[str], dict[str, Outcome]]) -> None:
+def test_timm_options_change_training_losses_except_four_listed_options(
+    outcomes: Callable[[str], dict[str, Outcome]],
+) -> None:
     """Only the options named here may leave the losses of three steps unchanged."""
     losses = {option: actual["losses"] for option, actual in outcomes("single").items()}
     same = {option for option in losses if losses[option] == losses["nothing"]} - {"nothing"}
@@ -310,7 +314,9 @@ def test_timm_options_change_the_training(outcomes: Callable[[str], dict[str, Ou
         (("data=timm", "data.name=wds", "data.root=nowhere"), r"data\.root=nowhere: no such folder"),
     ],
 )
-def test_error_names_the_key_of_an_impossible_config(overrides: tuple[str, ...], message: str) -> None:
+def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
+    overrides: tuple[str, ...], message: str
+) -> None:
     from src.data.check import check_data
 
     with pytest.raises(ValueError, match=message) as refusal:
@@ -336,7 +342,7 @@ def test_error_names_the_key_of_an_impossible_config(overrides: tuple[str, ...],
         ),
     ],
 )
-def test_error_names_the_key_when_a_constructor_rejects_an_argument(
+def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
     overrides: tuple[str, ...], message: str | None
 ) -> None:
     config = resolved("parallel=single", "parallel.accelerator=cpu", *overrides)
@@ -360,7 +366,7 @@ def test_error_names_the_key_when_a_constructor_rejects_an_argument(
     ],
     ids=["attribute", "call", "data", "memory"],
 )
-def test_exception_inside_a_custom_class_keeps_its_traceback(
+def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
     monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
 ) -> None:
     """The config is valid, so the exception must not be reported as a config error."""
@@ -377,7 +383,7 @@ def test_exception_inside_a_custom_class_keeps_its_traceback(
     assert raised.value is fault
 
 
-def test_training_images_have_the_model_size_when_only_eval_image_size_is_set() -> None:
+def test_train_image_size_is_that_of_the_model_when_only_eval_image_size_is_set() -> None:
     model, config = timm.create_model("test_vit"), DataConfig(name="folder", eval_image_size=96)
     images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
     assert train_image_size(model, config, images) == 160
@@ -387,7 +393,7 @@ def test_training_images_have_the_model_size_when_only_eval_image_size_is_set() 
     assert train_image_size(model, DataConfig(image_size=64), images) == 64
 
 
-def test_eval_image_size_is_refused_for_images_in_memory() -> None:
+def test_eval_image_size_is_refused_when_a_custom_dataset_is_in_memory() -> None:
     """The check runs after a custom dataset is built, because only then is it known to be in memory."""
     images = build_dataset(DataConfig())
     with pytest.raises(ValueError, match=r"data\.eval_image_size=16: images of src\.data\.mine\.Mine have one size"):
@@ -414,7 +420,7 @@ def test_crop_mode_border_matches_timm(size: tuple[int, int], crop_pct: float, i
     assert difference.max() <= 2 and difference.float().mean() <= 0.2
 
 
-def test_crop_mode_border_keeps_a_pixel_of_a_very_narrow_image() -> None:
+def test_crop_mode_border_keeps_the_pixels_of_an_image_that_is_one_pixel_wide() -> None:
     preprocessing = Preprocessing((3, 64, 64), (0.5,) * 3, (0.5,) * 3, 1.0, "border", "bilinear")
     actual = evaluation_transform(preprocessing)(torch.full((3, 500, 1), 255, dtype=torch.uint8))
     assert actual.shape == (3, 64, 64) and set(actual.unique().tolist()) == {128, 255}

@@ -102,7 +102,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == trackers.__name__]
 
 
-def test_tracker_receives_all_recorded_numbers_and_images_and_the_end(tmp_path: Path) -> None:
+def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_path: Path) -> None:
     lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
     numbers = [(step, values) for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")]
     lines = read_lines(tmp_path / "metrics.jsonl")
@@ -115,7 +115,7 @@ def test_tracker_receives_all_recorded_numbers_and_images_and_the_end(tmp_path: 
     assert Kept.calls[-1][:2] == ("end", "done") and Kept.calls[-1][2]["images_per_sec"] > 0
 
 
-def test_tracker_status_is_failed_or_interrupted_when_run_does_not_end(
+def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error, status in ((RuntimeError("the accident"), "failed"), (lifecycle.Stopped(15), "interrupted")):
@@ -130,7 +130,7 @@ def test_tracker_status_is_failed_or_interrupted_when_run_does_not_end(
 
 
 @pytest.mark.parametrize("kind", [Unbuildable, Unstartable, Failing, FailingAtEnd])
-def test_failing_tracker_is_left_out_with_one_line(
+def test_run_continues_without_a_failing_tracker_and_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tracker]
 ) -> None:
     lifecycle.run(config_with(first=kind, kept=Kept), tmp_path, Ranks(), None)
@@ -139,7 +139,7 @@ def test_failing_tracker_is_left_out_with_one_line(
     assert line.startswith("tracker first: ") and "pass1234" not in line and "\n" not in line
 
 
-def test_hanging_tracker_is_left_at_the_end_and_does_not_delay_the_others(
+def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
 ) -> None:
     monkeypatch.setattr("src.engine.record.recorder.END_SECONDS", 0.8)
@@ -161,7 +161,7 @@ def test_hanging_tracker_is_left_at_the_end_and_does_not_delay_the_others(
     assert trackers.END_SECONDS <= 10
 
 
-def test_full_queue_of_a_tracker_drops_calls_at_once_with_one_line(
+def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
 ) -> None:
     monkeypatch.setattr(trackers, "LONGEST_QUEUE", 5)
@@ -173,12 +173,12 @@ def test_full_queue_of_a_tracker_drops_calls_at_once_with_one_line(
     assert warnings(caplog) == ["tracker first: is too slow: 5 calls are waiting; the run continues without it"]
 
 
-def test_run_id_of_a_tracker_is_stored_in_the_run_folder(tmp_path: Path) -> None:
+def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
     first, second = (Tracker(ResolvedConfig(), tmp_path, 0).run_id(lambda id=id: id) for id in ("a1", "b2"))
     assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
 
 
-def test_sweep_is_named_by_the_folder_that_has_jobs_json(tmp_path: Path) -> None:
+def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tmp_path: Path) -> None:
     sweep = tmp_path / "2026-01-01" / "12-00-00"
     (sweep / "0").mkdir(parents=True)
     job = Tracker(ResolvedConfig(task_name="flowers"), sweep / "0", 0)
@@ -196,18 +196,20 @@ def test_sweep_is_named_by_the_folder_that_has_jobs_json(tmp_path: Path) -> None
         (("tracker=[tensorboard,mlflow]",), ["tensorboard", "mlflow"]),
     ],
 )
-def test_tracker_option_selects_the_tracker_class(
+def test_tracker_override_selects_the_trackers_in_use(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: list[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "file"}))
     assert list(resolved(*overrides).tracker.classes()) == expected
 
 
-def test_config_without_tracker_has_tensorboard() -> None:
+def test_default_tracker_config_selects_tensorboard_only() -> None:
     assert TrackerConfig().classes() == {"tensorboard": "src.engine.trackers.tensorboard.TensorBoard"}
 
 
-def test_missing_package_is_refused_with_the_pip_line(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_or_mlflow_tracker_is_refused_with_a_pip_command_when_not_installed(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A folder of this name, such as the one that wandb writes, has a spec without origin.
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "file" if name == "tensorboard" else None})
@@ -227,12 +229,12 @@ def test_missing_package_is_refused_with_the_pip_line(refuse: Refuse, monkeypatc
         ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri"),
     ],
 )
-def test_option_without_its_tracker_is_refused(refuse: Refuse, override: str, key: str) -> None:
+def test_tracker_option_is_refused_when_no_selected_tracker_uses_it(refuse: Refuse, override: str, key: str) -> None:
     line = refuse(override)
     assert line.startswith(f"train.py: {key}: ") and "pass1234" not in line
 
 
-def test_unknown_class_of_a_tracker_is_refused() -> None:
+def test_tracker_use_is_refused_when_it_names_a_class_that_does_not_exist() -> None:
     from src.engine.config.validate import check_values
 
     config = Config()
@@ -241,12 +243,11 @@ def test_unknown_class_of_a_tracker_is_refused() -> None:
         check_values(config)
 
 
-def test_evaluation_does_not_need_the_package_of_a_run_s_tracker(tmp_path: Path) -> None:
+def test_evaluation_config_of_an_mlflow_run_has_the_default_tracker(tmp_path: Path) -> None:
     from src.engine.config.compose import save_config
     from src.engine.config.evaluation import evaluation_config
 
     config = resolved(*SHORT)
-    config.tracker.use = {"no_such_package": True}
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
     assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()
@@ -287,7 +288,7 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_tracker_holds_the_whole_run_after_a_resume(train: Train, tmp_path: Path) -> None:
+def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(train: Train, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
     environment = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET, "MLFLOW_TRACKING_PASSWORD": f"{SECRET}1"}
@@ -324,7 +325,7 @@ def first_value(folder: Path, key: str) -> float:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_jobs_of_a_sweep_are_one_group_and_one_experiment(train: Train, tmp_path: Path) -> None:
+def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(train: Train, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
     folder = tmp_path / "sweeps" / "12-00-00"
@@ -363,7 +364,9 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.slow(seconds=40)
 @pytest.mark.processes
-def test_tracker_server_that_never_answers_delays_only_the_end_of_a_run(train: Train, silent_server: str) -> None:
+def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15_seconds(
+    train: Train, silent_server: str
+) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": SECRET}

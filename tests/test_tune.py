@@ -34,7 +34,7 @@ SHORT = ("experiment=tune", "model=tiny", "parallel=single", "parallel.accelerat
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS), st.floats(0.2, 3), min_size=1), st.floats(0.01, 0.2))
-def test_finalists_combine_gaining_settings_without_setting_a_key_twice(
+def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
     gains: dict[tuple[str, ...], float], smallest: float
 ) -> None:
     chosen = finalists(gains, smallest)
@@ -49,7 +49,7 @@ def test_finalists_combine_gaining_settings_without_setting_a_key_twice(
     assert all(gain >= 1 + smallest for setting, gain in gains.items() if added & set(setting))
 
 
-def test_finalists_include_combination_without_settings_that_change_training() -> None:
+def test_tuning_finalists_include_a_combination_of_settings_without_reduced_precision() -> None:
     assert finalists({BF16: 1.4, LAST: 1.1, COMPILED: 1.2, ("data.workers=2",): 0.9}, 0.03) == [
         BF16,
         (*COMPILED, *LAST),
@@ -81,7 +81,7 @@ def tuned(folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] =
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_report_on_tuning_names_fastest_settings_and_their_command(tmp_path: Path) -> None:
+def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_path: Path) -> None:
     both = "train.precision=bf16 model.channels_last=true"
     speeds = {"": [100, 102, 101], "model.channels_last=true": [111, 113, 110], both: [150, 152, 153]}
     lead = tuned(tmp_path / "sweep", speeds)
@@ -96,7 +96,7 @@ def test_report_on_tuning_names_fastest_settings_and_their_command(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_report_on_tuning_prefers_fewer_changes_unless_more_are_shown_to_be_faster(tmp_path: Path) -> None:
+def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_faster(tmp_path: Path) -> None:
     both = "train.precision=bf16 model.channels_last=true"
     # The difference between the two is inconclusive.
     speeds = {"": [100, 108, 95], "model.channels_last=true": [150, 145, 155], both: [149, 160, 158]}
@@ -118,7 +118,7 @@ def test_report_on_tuning_prefers_fewer_changes_unless_more_are_shown_to_be_fast
         ),
     ],
 )
-def test_report_on_tuning_recommends_nothing_without_a_shown_gain(
+def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
     tmp_path: Path, speeds: dict[str, list[float]], flags: tuple[str, ...]
 ) -> None:
     lead = tuned(tmp_path / "sweep", speeds, flags)
@@ -145,13 +145,15 @@ def tune(*overrides: str) -> int:
         (("cluster=slurm",), "cluster"),
     ],
 )
-def test_tuning_is_refused_when_settings_do_not_fit(tmp_path: Path, overrides: tuple[str, ...], key: str) -> None:
+def test_sweep_tune_is_refused_with_seeds_concurrent_jobs_search_evaluation_or_slurm(
+    tmp_path: Path, overrides: tuple[str, ...], key: str
+) -> None:
     with pytest.raises(ValueError, match=key):
         tune(f"hydra.sweep.dir={tmp_path}/sweep", *overrides)
     assert not (tmp_path / "sweep").exists()
 
 
-def test_tuning_tries_each_distinct_setting_once_and_no_more_threads_than_cores(
+def test_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)
@@ -168,7 +170,7 @@ def test_tuning_tries_each_distinct_setting_once_and_no_more_threads_than_cores(
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_tuning_measures_finalists_again_after_a_stop_in_the_screening(tmp_path: Path) -> None:
+def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [sys.executable, "train.py", "-m"]
     settings = ["sweep.tune=['train.precision=bf16','data.workers=0']", "data.workers=1", "sweep.repeats=2"]

@@ -71,7 +71,7 @@ def trains(folder: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def test_forked_job_gives_the_result_of_a_command_and_does_not_inherit_variables(
+def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
@@ -90,7 +90,7 @@ def test_forked_job_gives_the_result_of_a_command_and_does_not_inherit_variables
     assert "run folder" in (second / "logs" / "console.log").read_text()
 
 
-def test_forked_job_has_its_session_cores_and_start_time_and_saves_when_stopped(
+def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_sigterm(
     tmp_path: Path, server: WarmServer
 ) -> None:
     assert start(server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait() == 2
@@ -110,7 +110,7 @@ def test_forked_job_has_its_session_cores_and_start_time_and_saves_when_stopped(
     assert not processes_of(folder)
 
 
-def test_death_of_the_warm_server_kills_its_jobs_and_marks_them_lost(
+def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
     tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = frozen(tmp_path / "job", *FOREVER)
@@ -126,7 +126,7 @@ def test_death_of_the_warm_server_kills_its_jobs_and_marks_them_lost(
 
 
 @pytest.mark.slow
-def test_sweep_continues_its_jobs_as_commands_when_the_server_is_killed(tmp_path: Path) -> None:
+def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     words = ("parallel=single", "train.epochs=40", "train.evaluate_every=0", "checkpoint.every_steps=5")
     command = [sys.executable, "train.py", "-m", *tiny(*words), "seed=1,2", f"hydra.sweep.dir={folder}"]
@@ -145,7 +145,9 @@ def test_sweep_continues_its_jobs_as_commands_when_the_server_is_killed(tmp_path
     assert read_result(folder / "0").parameters_hash == read_result(alone).parameters_hash
 
 
-def test_signal_before_the_warm_server_is_ready_ends_it_and_its_job(tmp_path: Path, server: WarmServer) -> None:
+def test_job_ends_without_result_when_signaled_before_the_warm_server_is_ready(
+    tmp_path: Path, server: WarmServer
+) -> None:
     folder = frozen(tmp_path / "job")
     job = start(server, folder)
     job.send_signal(signal.SIGINT)
@@ -169,7 +171,7 @@ def test_warm_server_forks_only_untimed_jobs_of_one_rank(
     assert WarmServer().takes(config) == is_taken
 
 
-def test_warm_server_forks_no_job_when_a_library_variable_has_changed(
+def test_warm_server_forks_no_job_when_an_openmp_environment_variable_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = frozen(tmp_path / "job")
@@ -197,7 +199,7 @@ def test_warm_server_forks_no_job_when_the_code_has_changed(
     job.send_signal(signal.SIGTERM)
 
 
-def test_warm_server_refuses_to_fork_when_an_import_has_started_a_thread() -> None:
+def test_warm_server_refuses_to_fork_when_its_process_has_a_second_thread() -> None:
     event = threading.Event()
     thread = threading.Thread(target=event.wait)
     thread.start()
@@ -212,14 +214,14 @@ def test_warm_server_refuses_to_fork_when_an_import_has_started_a_thread() -> No
 @pytest.mark.parametrize(
     ("ending", "code"), [("0", 0), ("3", 3), ("sys.exit(4)", 4), ("sys.exit('text')", 1), ("1 / 0", 1)]
 )
-def test_forked_process_exits_with_the_code_of_its_work(ending: str, code: int) -> None:
+def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, code: int) -> None:
     pid = os.fork()
     if pid == 0:
         run_and_exit(lambda: eval(ending))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
-def test_warm_server_prints_a_failed_import_and_its_jobs_are_lost(
+def test_warm_server_prints_the_error_and_marks_its_job_lost_when_an_import_fails(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"

@@ -37,7 +37,9 @@ def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize("form", ["safetensors", "bare", "state_dict", "model"])
-def test_common_weight_file_formats_are_loaded_completely(tmp_path: Path, prefix: str, form: str) -> None:
+def test_model_weights_load_from_safetensors_and_pt_files_with_wrapper_prefixes(
+    tmp_path: Path, prefix: str, form: str
+) -> None:
     state = model(seed=1).state_dict()
     named = {prefix + name: tensor for name, tensor in state.items()}
     path = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
@@ -51,7 +53,7 @@ def test_common_weight_file_formats_are_loaded_completely(tmp_path: Path, prefix
     assert is_equal(fresh, state)
 
 
-def test_run_checkpoint_is_loaded_as_weights(finished_run: Finished) -> None:
+def test_model_weights_load_from_the_checkpoint_of_a_run(finished_run: Finished) -> None:
     path = finished_run.folder / "checkpoints" / "last.pt"
     fresh = model(in_chans=1)
     load_weights(fresh, path, DIGITS)
@@ -66,7 +68,7 @@ def test_run_checkpoint_is_loaded_as_weights(finished_run: Finished) -> None:
         ((0.2,), (), (0.5, 0.5, 0.5)),
     ],
 )
-def test_mean_follows_the_weights_of_a_run_unless_given_or_of_other_channels(
+def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_match(
     tmp_path: Path, of_run: tuple[float, ...], overrides: tuple[str, ...], expected: tuple[float, ...]
 ) -> None:
     for split in ("train", "val"):
@@ -81,7 +83,7 @@ def test_mean_follows_the_weights_of_a_run_unless_given_or_of_other_channels(
     assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
 
 
-def test_new_head_stays_random_and_unused_tensors_are_listed(
+def test_head_with_another_class_count_stays_random_and_unused_tensors_are_listed(
     tmp_path: Path,
 ) -> None:
     state = model(num_classes=1000, seed=1).state_dict()
@@ -116,7 +118,7 @@ def unsafe() -> Any:
     ],
     ids=["architecture", "width", "empty", "numbers", "tensor", "unsafe"],
 )
-def test_weights_error_is_one_line_when_a_file_has_no_usable_weights(
+def test_model_weights_error_is_one_line_when_a_file_has_no_usable_weights(
     tmp_path: Path, contents: Any, message: str
 ) -> None:
     path = tmp_path / "weights.pt"
@@ -128,7 +130,7 @@ def test_weights_error_is_one_line_when_a_file_has_no_usable_weights(
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_weights_error_is_one_line_when_a_file_is_damaged(tmp_path: Path, name: str) -> None:
+def test_model_weights_error_is_one_line_when_a_file_is_truncated(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     save = save_file if name.endswith("safetensors") else torch.save
     save(model().state_dict(), path)
@@ -138,8 +140,7 @@ def test_weights_error_is_one_line_when_a_file_is_damaged(tmp_path: Path, name: 
     assert "\n" not in str(refusal.value)
 
 
-def test_training_starts_from_the_weights_in_a_file(finished_run: Finished) -> None:
-    """The first loss of the fine-tuned model is the loss with the loaded weights, not the loss of a random model."""
+def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(finished_run: Finished) -> None:
     from src.train.build import RunParts
 
     path = finished_run.folder / "checkpoints" / "last.pt"
@@ -159,7 +160,7 @@ class Wrapped(nn.Module):
         self.last = nn.BatchNorm1d(4)
 
 
-def test_last_linear_layer_is_the_head_of_a_custom_model(tmp_path: Path) -> None:
+def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weights_file(tmp_path: Path) -> None:
     """`num_batches_tracked` of BatchNorm may be missing in the file, as in torch."""
     state = {name: value for name, value in Wrapped(5).state_dict().items() if "num_batches" not in name}
     torch.save(state, tmp_path / "weights.pt")
@@ -183,7 +184,7 @@ def test_last_linear_layer_is_the_head_of_a_custom_model(tmp_path: Path) -> None
         ("swin_tiny_patch4_window7_224", (224, 384), (3, 1), (10, 10)),
     ],
 )
-def test_training_starts_from_weights_adapted_by_timm(
+def test_model_weights_are_adapted_to_image_size_channels_and_classes_as_in_timm(
     tmp_path: Path, name: str, pixels: tuple[Any, Any], channels: tuple[int, int], classes: tuple[int, int]
 ) -> None:
     path = tmp_path / "weights.pth"
@@ -207,7 +208,7 @@ def test_training_starts_from_weights_adapted_by_timm(
     assert is_equal(built, expected.state_dict())
 
 
-def test_weights_strict_false_trains_missing_tensors_from_scratch(tmp_path: Path) -> None:
+def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     state = model(depth=1).state_dict()
     torch.save(state, path)
@@ -223,7 +224,7 @@ def test_weights_strict_false_trains_missing_tensors_from_scratch(tmp_path: Path
         assert torch.equal(tensor, state[name] if name in state else fresh[name]), name
 
 
-def test_weights_for_a_different_architecture_are_refused_even_if_not_strict(tmp_path: Path) -> None:
+def test_weights_of_a_different_architecture_are_refused_even_with_weights_strict_false(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(another_architecture(), path)
     with pytest.raises(ValueError, match=r"152|tensors would stay random"):
@@ -256,7 +257,7 @@ def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
         ("beit_base_patch16_224", {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32}, as_beit_file),
     ],
 )
-def test_original_dinov2_and_beit_files_are_loaded_with_timm_names(
+def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
     tmp_path: Path, name: str, kwargs: Any, original: Any
 ) -> None:
     path = tmp_path / "original.pth"
