@@ -42,35 +42,48 @@ TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?
 SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)")
 # Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
 ELSEWHERE = {
-    r"make (train|compare)\b": "test_make_train_installs_only_runtime_requirements test_second_make_call_does_not_install_again",
+    r"make (train|compare)\b": (
+        "test_make_train_installs_only_runtime_requirements "
+        "test_make_installs_nothing_when_requirements_of_the_target_are_installed"
+    ),
     r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
     r"python tests/engine/architecture\.py": "test_line_counts_and_import_levels_of_src_stay_within_their_limits",
-    r"make schema$": "test_file_generated_from_schema_is_up_to_date",
+    r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
     r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs-figures$": "test_documentation_figures_are_drawn_from_a_sweep_folder",
-    r"make docs$": "test_site_builds_strictly_and_a_broken_link_fails",
-    r"python scripts/export\.py .*format=onnx": "test_onnx_model_matches_the_checkpoint_at_batch_1_and_7",
+    r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
+    r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
-    r"python digits\.py ": "test_digits_script_writes_every_digit_into_its_class_folder",
-    r"torchrun --nproc-per-node 2$": "test_plain_pytorch_code_on_dp_and_ddp_page_trains",
-    r"python evaluate\.py run=<run folder> data\.root=": "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split",
-    r"python train\.py --config-path": "test_saved_config_reproduces_metrics_of_run",
-    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": "test_tracker_holds_the_whole_run_after_a_resume",
-    r"(make tune|python train\.py -m experiment=tune)": "test_tuning_measures_finalists_again_after_a_stop_in_the_screening",
-    r"(wandb sync|mlflow ui)": "test_tracker_holds_the_whole_run_after_a_resume",
+    r"python digits\.py ": "test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder",
+    r"torchrun --nproc-per-node 2$": "test_pytorch_examples_of_dp_and_ddp_page_run_without_error",
+    r"python evaluate\.py run=<run folder> data\.root=": (
+        "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"
+    ),
+    r"python train\.py --config-path": "test_run_started_from_saved_config_reproduces_metrics_and_weights",
+    r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": (
+        "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
+    ),
+    r"(make tune|python train\.py -m experiment=tune)": (
+        "test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed"
+    ),
+    r"(wandb sync|mlflow ui)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -m src\.train ": "test_documented_training_command_exits_0_when_run_as_a_process",
     r"python -c ": "test_documented_python_one_liner_prints_true",
-    r"python scripts/plan\.py model=resnet18 ": "test_tables_on_batch_page_match_output_of_plan_py",
+    r"python scripts/plan\.py model=resnet18 ": "test_tables_of_docs_batch_page_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
     r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
-    r"python train\.py (-m )?debug=profile": "test_profile_of_ddp_writes_a_trace_per_rank test_profile_of_dp_measures_copy_time",
+    r"python train\.py (-m )?debug=profile": (
+        "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_measures_the_time_to_replicate_the_model"
+    ),
     r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
-    r"python train\.py resume=(<run folder>|outputs)": "test_train_py_resumes_with_announced_changes_or_exits_2",
+    r"python train\.py resume=(<run folder>|outputs)": (
+        "test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files"
+    ),
     r"python train\.py resume=auto": "test_resume_auto_continues_newest_unfinished_run",
     r"python train\.py key=value … resume=auto_or_new": (
         "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done"
@@ -83,7 +96,9 @@ ELSEWHERE = {
         "test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed"
     ),
     r"python train\.py -m cluster=slurm": "test_sweep_run_as_slurm_array_completes_when_a_node_is_lost",
-    r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": "test_job_on_two_nodes_matches_run_on_one_machine",
+    r"(srun|python train\.py cluster=slurm cluster\.nodes=2 parallel)": (
+        "test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine"
+    ),
     r"python train\.py cluster=slurm": "test_slurm_job_script_contains_given_options",
     r"tests/dev_cluster\.sh": "cluster",
     r"scancel --signal": "test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node",

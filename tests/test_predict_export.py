@@ -103,7 +103,9 @@ def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
 FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.png", [], [])]
 
 
-def test_prediction_tables_are_valid_csv_json_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_writes_predictions_as_csv_json_or_console_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_predictions(FOUND, "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)

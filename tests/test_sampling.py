@@ -208,7 +208,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
     assert any(index in later and not torch.equal(later[index], image) for index, image in first.items())
 
 
-def test_batch_fetcher_restores_the_random_generator_state() -> None:
+def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
     """Augmentation seeds the global random generator for every image. Dropout uses the same generator."""
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     before = torch.get_rng_state()
