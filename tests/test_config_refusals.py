@@ -61,6 +61,8 @@ MISSPELT_KEYS = [
     ("hydra/launchr=basic", "hydra/launchr"),
     ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),  # a property
     ("+train.untimed_steps=3", "unknown key train.untimed_steps"),
+    ("+train.epochs=3", "train.py: +train.epochs=3: "),  # the rest of the line is Hydra's
+    ("~model.kwargs.depth", "train.py: ~model.kwargs.depth: "),
 ]
 GROUP_OPTIONS = [
     ("model=resnet81", "model=resnet81", "resnet18"),

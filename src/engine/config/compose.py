@@ -69,7 +69,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                 raise
             # A block of Hydra's config is null, or hydra.job.env_copy names a variable that is not set.
             params = (word.input_line for word in overrides if word.key_or_group.startswith("hydra.sweeper.params"))
-            given = next(params, "hydra")
+            given = next(params, "hydra.*")
             raise ValueError(f"{given}: Hydra cannot use this value; leave it out (sweep with -m key=a,b)") from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)

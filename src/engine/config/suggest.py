@@ -107,7 +107,9 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
     if not key:
-        return text
+        # Hydra names the key in the middle of its sentence: "Could not append to config. An item is already at 'x'."
+        named = [given for given in overrides if f"'{given.lstrip('+~').partition('=')[0]}'" in text]
+        return f"{named[0]}: {text}" if named else text
     if re.search(r"Key '.*' not in|not in struct|is not in", text):
         if is_known(key) and not key.startswith("hydra"):
             return f"{key}: not set yet; add it with +{key}=…"
