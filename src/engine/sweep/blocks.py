@@ -6,8 +6,8 @@ One configuration, the baseline, also runs first and last, to warm the machine u
 
 from __future__ import annotations
 
-import dataclasses
 import random
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import ListConfig, OmegaConf
 
-from src.engine.config.compose import load_config, save_config
 from src.engine.keys import SweepConfig, leaves
 from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
@@ -156,17 +155,14 @@ def _repeat(source: Job, block: int | None, subdir: str) -> Job:
 
 def _copy(jobs: Jobs, source: Job, job: Job) -> None:
     """Write the folder of `job`, a repeat of `source`, as a copy. Composing it again might read edited YAML."""
-    assert job.seed is not None
     old, new = jobs.folder / source.folder, claim_folder(jobs.folder / job.folder)
     shutil.copytree(old / ".hydra", new / ".hydra")
+    for path in (Path("config.yaml"), Path(".hydra", "config.yaml")):
+        text = (old / path).read_text(encoding="utf-8").replace(str(old.resolve()), str(new.resolve()))
+        write_text(new / path, re.sub(r"^seed: .*", f"seed: {job.seed}", text, flags=re.MULTILINE))
     if job.seed != source.seed:
-        for name in ("config", "overrides"):
-            path = new / ".hydra" / f"{name}.yaml"
-            tree = OmegaConf.load(path)
-            if isinstance(tree, ListConfig):
-                tree.append(f"seed={job.seed}")
-            else:
-                tree.seed = job.seed
-            write_text(path, OmegaConf.to_yaml(tree))
-    save_config(dataclasses.replace(load_config(old), seed=job.seed), new)
+        overrides = OmegaConf.load(new / ".hydra" / "overrides.yaml")
+        assert isinstance(overrides, ListConfig)
+        overrides.append(f"seed={job.seed}")
+        write_text(new / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(overrides))
     job.folder, job.config_hash = str(new.relative_to(jobs.folder)), config_hash(new / "config.yaml")
