@@ -118,7 +118,7 @@ def _start_seconds(setting: Setting) -> str:
 
 
 def _without_changes(group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]) -> list[str]:
-    """Return a sentence on the fastest setting that changes only speed and memory; [] if it is `winner` or unknown."""
+    """Return a sentence on the fastest setting that changes only speed and memory, in a list that is empty without one."""
 
     def only_speed(setting: Setting) -> bool:
         return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()

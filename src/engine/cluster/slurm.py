@@ -154,7 +154,7 @@ def _local_lines() -> tuple[list[str], str]:
 
 
 def address_of_step(node: int, nodes: int) -> NodeAddress:
-    """Return node number `node` and the address of the first node of this Slurm step: the NodeAddr that Slurm uses too."""
+    """Return the NodeAddress of node `node` of `nodes`. Node 0 is the first node of the Slurm step; Slurm knows its address."""
     names = _output("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     address = _facts("node", names[0])[0].get("NodeAddr", names[0])
     try:

@@ -82,7 +82,7 @@ class BatchFetcher:
     __getitems__ = read
 
     def seeds(self, batch: IndexBatch) -> list[int]:
-        """Return a seed for random erasing of each image of a batch, unrelated to the seed of the image's transform."""
+        """Return a seed of random erasing for each image of a batch, independent of the seed of the image's transform."""
         return [seed_for(self.seed, batch.epoch, index, 1) for index in batch.indices.tolist()]
 
     def numbers(self, indices: list[int]) -> list[int]:

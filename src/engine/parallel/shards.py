@@ -16,7 +16,7 @@ from src.engine.parallel.communication import Communication
 
 
 def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """Arrange the ranks by (copy of the model, part of it), or by part alone if all of them hold one copy. Collective."""
+    """Return the mesh of ranks: [replicas, shards], or [shards] if all ranks together hold one replica. Collective."""
     if shard_size in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
     return init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
