@@ -63,7 +63,7 @@ def is_regular_expression(text: str) -> bool:
 class ClusterConfig:
     """Scheduler of a run, and the resources to request per node; null leaves a resource to the scheduler."""
 
-    scheduler: str = choice("local", "local", "slurm", "kubernetes", help="Job scheduler. local: none; your shell starts the run.")
+    scheduler: str = choice("local", "local", "slurm", "kubernetes", help="Job scheduler; local: none.")
     nodes: int = number(1, ge=1, help="Number of nodes.")
     gpus: int | None = number(None, ge=0, help="GPUs per node; null: a run on CPU.")
     cpus: int | None = number(None, ge=1, help="CPU cores per node.")

@@ -203,7 +203,7 @@ def _task_of(tree: Any) -> DictConfig:
 
 
 def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, unresolved text) for each value of `config` that the file at `path` has as `${oc.env:…}`."""
+    """Yield (dotted key, unresolved text) for each `${oc.env:…}` in a config file that still has the value in `config`."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if "${oc.env:" not in text:
         return

@@ -42,7 +42,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
 
 
 def check_hydra_types(tree: DictConfig) -> None:
-    """Refuse values of wrong types in a composed `hydra` block: OmegaConf checks plain values, but not typed ones."""
+    """Refuse values of wrong types in a composed `hydra` block, by merging a plain copy of it into Hydra's schema."""
     block: Any = OmegaConf.to_container(tree.hydra)
     # Hydra's schema lacks its own group `env`.
     block.pop("env", None)

@@ -48,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs on one kind of hardware, and their groups of configurations with measured ratios."""
+    """All runs on one kind of hardware, and their groups, in which configurations are compared by speed ratios."""
 
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
