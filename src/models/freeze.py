@@ -69,7 +69,7 @@ def _first_groups(model: Any, count: int) -> list[str]:
     groups = groups_of(model, coarse=True)
     if not groups:
         raise ValueError(
-            f"model.freeze={count}: this model has no group_matcher, as timm's have; give backbone, or a regular expression"
+            f"model.freeze={count}: a number needs timm's group_matcher; use model.freeze=backbone, or a regular expression"
         )
     last = max(groups.values())
     if count > last:

@@ -215,5 +215,5 @@ def quoted(value: object) -> str:
     """Return a value quoted for bash and for `#SBATCH` lines. Raises ValueError for line breaks and control characters."""
     text = str(value)
     if not text.isprintable():
-        raise ValueError(f"{text!r}: expected one line of printable text for a job file")
+        raise ValueError(f"{text!r}: cannot be written into a batch script; use one line of printable characters")
     return shlex.quote(text)

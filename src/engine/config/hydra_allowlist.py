@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from src.engine.config.suggest import ROOT, check_option, explain, is_known, key_hint, plain_values
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
+FIXED = f"cannot be changed; the keys of hydra that can are {', '.join(SETTABLE)}"
 # Hydra itself fills these in while it composes.
 FILLED_IN = ("mode", "runtime", "overrides", "job.id", "job.num", "job.config_name", "job.override_dirname")
 
@@ -26,7 +27,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
         key, given = override.key_or_group, override.input_line
         if re.match(r"hydra([./]|$)", key):
             if not _is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
-                raise ValueError(f"{given}: fixed; below hydra set only {', '.join(SETTABLE)}")
+                raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
             options = loader.get_group_options(key)
             for choice in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
@@ -38,7 +39,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
     main = loader.repository.load_config(config_name)
     is_dict = main is not None and OmegaConf.is_dict(main.config)
     if is_dict and (folders := OmegaConf.select(main.config, "hydra.searchpath")):
-        raise ValueError(f"hydra.searchpath={folders}: fixed; give a folder of configs with --config-dir")
+        raise ValueError(f"hydra.searchpath={folders}: cannot be changed; give a folder of configs with --config-dir")
 
 
 def check_hydra_types(tree: DictConfig) -> None:
@@ -59,7 +60,7 @@ def check_hydra_block(tree: DictConfig) -> None:
     unusual = given - _defaults("+hydra=default")
     if unusual and (changed := unusual - _defaults()):
         key, value = min(changed)
-        raise ValueError(f"hydra.{key}={value}: fixed; below hydra set only {', '.join(SETTABLE)}")
+        raise ValueError(f"hydra.{key}={value}: {FIXED}")
     # Hydra has only an assertion for these values.
     names = tree.hydra.verbose if OmegaConf.is_list(tree.hydra.verbose) else [tree.hydra.verbose]
     if not isinstance(tree.hydra.verbose, bool) and not all(isinstance(name, str) for name in names):

@@ -18,7 +18,7 @@ from src.schema import DataConfig
 def class_names(split: Path) -> list[str]:
     """Return the names of the class folders of a split. They are sorted, and their order defines the labels."""
     if not split.is_dir():
-        raise ValueError(f"data.root: no folder {split}; set data.root to the folder that contains the images")
+        raise ValueError(f"data.root: no folder {split}; expected {split}/<class>/<image>")
     with os.scandir(split) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 

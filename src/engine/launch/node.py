@@ -43,7 +43,7 @@ def main(folder: Path, origin: Path) -> int:
         if address.node > 0:
             return run_follower_node(origin, address)
         if not (origin / "config.yaml").exists():
-            raise ValueError(f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder on its disks")
+            raise ValueError(f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder that node 0 can read")
         folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
         if not _earlier_start_has_ended(folder, config.parallel.start_timeout):

@@ -18,7 +18,7 @@ def claim_folder(path: Path) -> Path:
     if not path.name:
         raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
     if (shown := hide(str(path))) != str(path):
-        raise ValueError(f"hydra.run.dir={shown}: contains a secret; change it, or task_name")
+        raise ValueError(f"hydra.run.dir={shown}: the path contains a secret; choose another path or task_name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1000):

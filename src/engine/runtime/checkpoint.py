@@ -118,7 +118,7 @@ def _verify(path: Path) -> None:
             known.add(json.loads(sidecar.read_text(encoding="utf-8"))["sha256"])
     if known:
         if _checksum(path) not in known:
-            raise ValueError("its checksum differs from that in its .json file")
+            raise ValueError("the file does not match the checksum in its .json file")
         return
     # torch.load does not notice a flipped bit in a tensor; the checksums of the archive do.
     with zipfile.ZipFile(path) as archive:
