@@ -170,7 +170,7 @@ def test_tar_file_is_refused_when_its_name_matches_two_splits(tmp_path: Path, na
     """`carnival` contains `val`, and `constrained` contains `train`."""
     for name in names:
         write_tar(tmp_path / f"{name}.tar", folders(2))
-    with pytest.raises(ValueError, match=r"\.tar is of the splits train and validation; .*data\.kwargs\.train_split"):
+    with pytest.raises(ValueError, match=r"\.tar matches the splits train and validation; .*data\.kwargs\.train_split"):
         build_dataset(config_of("tar", tmp_path).data)
     overrides = [f"+data.kwargs.{part}_split='{name}'" for part, name in zip(("train", "val"), names, strict=True)]
     images = build_dataset(config_of("tar", tmp_path, *overrides).data)

@@ -27,9 +27,7 @@ def freeze(model: Any, which: int | str | None) -> str:
         frozen = [name for name in names if re.match(which, name)]
     if not frozen:
         roots = dict.fromkeys(name.partition(".")[0] for name in names)
-        raise ValueError(
-            f"model.freeze={which}: matches the start of no parameter name; the names start with {', '.join(roots)}"
-        )
+        raise ValueError(f"model.freeze={which}: no parameter name starts with it; they start with {', '.join(roots)}")
     if len(frozen) == len(names):
         raise ValueError(f"model.freeze={which}: leaves no parameter to train; freeze fewer")
     for name in frozen:

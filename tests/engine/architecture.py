@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     # 3,300 for the features before fine-tuning and own images, which may have 500 more. The rest: fsdp 180, ONNX and the model
     # card 125, trackers, compile modes and forked jobs.
-    "lines in the front (src/ outside engine/)": 3352,
+    "lines in the front (src/ outside engine/)": 3350,
     "lines to read to understand training (train/, parallel/single.py)": 1300,
     "methods that a strategy may override": 10,
     "import levels inside any package": 5,
     # Today's size. The target is 14,900 without fine-tuning and own images (about 1,150 lines), the report about settings,
     # trackers, export and energy (1,550), fsdp, tuning, forked jobs and fast composing (1,380). Lower it with every cut.
-    "lines in src/, without lines that hold only a comment": 19_445,
+    "lines in src/, without lines that hold only a comment": 19_443,
 }
 
 

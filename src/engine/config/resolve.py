@@ -78,7 +78,7 @@ def _auto_devices(config: Config, cuda: int) -> int:
 def _check_starter(config: Config, world_size: int | None) -> None:
     cluster = config.cluster
     if world_size is not None and cluster.scheduler != "local":
-        raise ValueError(f"cluster={cluster.scheduler}: its job starts the ranks; run this with python alone")
+        raise ValueError(f"cluster={cluster.scheduler}: the job starts its own ranks; run this command with python")
     if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
         fix = f"use cluster=slurm or cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on each node"
         raise ValueError(f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}")
@@ -101,7 +101,7 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
             raise ValueError(f"parallel.devices={parallel.devices}: {started}; leave it at auto")
         parallel.devices = world_size
     elif world_size is not None and world_size > 1:
-        raise ValueError(f"parallel={strategy}: {started}, but it is one process; use parallel=ddp, or python alone")
+        raise ValueError(f"parallel={strategy}: {started}, but it uses one; use parallel=ddp, or start with python")
     elif parallel.devices == "auto":
         parallel.devices = 1 if parallel.has_one_device else _auto_devices(config, usable)
 

@@ -30,5 +30,5 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
             key = "test_fraction" if split == "test" else "val_fraction"
             total = sum(map(len, listing.values()))
             raise ValueError(
-                f"data.{key}={getattr(data, key)}: leaves no image of {total} in {split}; choose another value"
+                f"data.{key}={getattr(data, key)}: none of the {total} images is left for {split}; choose another value"
             )

@@ -31,7 +31,7 @@ def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[Ta
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
-                f"data.root={root}: {both[0].name} is of the splits {names[0]} and {name}; name their tars in "
+                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name their tars in "
                 "data.kwargs.train_split and val_split, with * or {0000..0146} for several"
             )
     members = [_read_index(paths, webdataset) for paths in tars]

@@ -34,7 +34,7 @@ def check_confirmation(config: Config, base: DictConfig, space: list[Dimension])
         raise ValueError(f"{written}: compares with the default settings; leave sweep.baseline out")
     is_timed = config.sweep.timed or train.evaluate_every == 0
     if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
-        raise ValueError(f"{written}: decides about accuracy or loss, but this search measures speed; leave it out")
+        raise ValueError(f"{written}: compares accuracy or loss, but this search measures speed; leave it out")
     default = trial_point(base, [], 0)
     if default.reason:
         raise ValueError(f"{written}: also trains the default settings, but {default.reason}")
