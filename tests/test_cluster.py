@@ -226,7 +226,7 @@ def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     code, _, err = main("cluster=slurm", "cluster.submit=false")
-    assert code == 2 and "run this with python" in err and not Path("run").exists()
+    assert code == 2 and "cluster=slurm" in err and not Path("run").exists()
 
 
 @pytest.mark.parametrize(
