@@ -343,7 +343,7 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_throughput_on_jpeg_folder_matches_time_between_logged_steps(train: Train, tmp_path: Path) -> None:
+def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(train: Train, tmp_path: Path) -> None:
     """Loader workers deliver batches in bursts, so a median step time would be too short."""
     import numpy as np
     from PIL import Image

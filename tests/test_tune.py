@@ -49,7 +49,7 @@ def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
     assert all(gain >= 1 + smallest for setting, gain in gains.items() if added & set(setting))
 
 
-def test_tuning_finalists_include_a_combination_of_settings_without_reduced_precision() -> None:
+def test_speed_tuning_also_measures_the_combination_without_reduced_precision() -> None:
     assert finalists({BF16: 1.4, LAST: 1.1, COMPILED: 1.2, ("data.workers=2",): 0.9}, 0.03) == [
         BF16,
         (*COMPILED, *LAST),
@@ -153,7 +153,7 @@ def test_sweep_tune_is_refused_with_seeds_concurrent_jobs_search_evaluation_or_s
     assert not (tmp_path / "sweep").exists()
 
 
-def test_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
+def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)

@@ -145,7 +145,7 @@ def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
     assert read_result(folder / "0").parameters_hash == read_result(alone).parameters_hash
 
 
-def test_job_ends_without_result_when_signaled_before_the_warm_server_is_ready(
+def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready(
     tmp_path: Path, server: WarmServer
 ) -> None:
     folder = frozen(tmp_path / "job")

@@ -145,7 +145,7 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
-    """Return the configurations in the order of the sweep. The labels are the swept overrides or config keys."""
+    """Return the compared configurations in the order of the sweep, each labelled with its values of the keys that differ."""
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         if run.block is not None:

@@ -20,12 +20,12 @@ CHANGES_TRAINING = {
 
 
 def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float) -> list[tuple[str, ...]]:
-    """Return the combinations of settings to measure again, from the gain of each setting alone.
+    """Return the combinations of settings to measure again, given the gain of each setting alone.
 
-    `gains`: the overrides of a setting -> its estimated speed, divided by that without it. The combinations are: all
-    settings that gain at least `smallest_difference` (of two that set one key, the better), these without the ones that
-    change more than speed, and the best setting alone. Each appears once, those with fewer overrides first. If no
-    setting gains that much, the best one is measured again.
+    `gains`: the overrides of a setting -> speed with it, divided by speed without it. In order, without duplicates:
+    the fastest setting alone; all settings that gain at least `smallest_difference` and change nothing but speed and
+    memory; all settings that gain that much. Of two settings that set one key, only the faster counts. If none gains
+    that much, only the fastest is measured again.
     """
     ranked = sorted(gains, key=lambda setting: -gains[setting])
     kept: list[tuple[str, ...]] = []
