@@ -157,7 +157,7 @@ def _show_with_hydra(arguments: Any) -> int:
     """Let Hydra print --help, --cfg, --info or shell completion."""
     import hydra
 
-    from src.engine.config.compose import VERSION_BASE, compose_command, store_schema
+    from src.engine.config.compose import compose_command, store_schema
 
     chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
@@ -168,7 +168,7 @@ def _show_with_hydra(arguments: Any) -> int:
     try:
         # Captured, because --resolve would print secrets.
         with contextlib.redirect_stdout(shown):
-            hydra.main(version_base=VERSION_BASE, config_path="conf", config_name="train")(lambda tree: None)()
+            hydra.main(version_base="1.3", config_path="conf", config_name="train")(lambda tree: None)()
     finally:
         print(hide(shown.getvalue()), end="")
     return 0

@@ -316,6 +316,7 @@ def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order(world_
     assert of_ranks == [pytest.approx(expected, rel=1e-6)] * world_size
 
 
+@pytest.mark.slow(seconds=14)
 @pytest.mark.processes
 def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
     done = subprocess.run(

@@ -129,6 +129,7 @@ def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     assert f1_score(labels, scores >= 0.5, average="macro", zero_division=0) == pytest.approx(val["f1_macro"])
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "words", [SMALL, ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16")]

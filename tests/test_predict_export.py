@@ -269,6 +269,7 @@ needs_onnx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow(seconds=7)
 @needs_onnx
 def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -288,6 +289,7 @@ def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
     assert (metadata["input_size"], metadata["mean"]) == ([1, 32, 32], list(trained.preprocessing.mean))
 
 
+@pytest.mark.slow(seconds=5)
 @needs_onnx
 def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -198,6 +198,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow(seconds=11)
 def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:

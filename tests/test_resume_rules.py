@@ -344,6 +344,7 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
     assert main.ran[-1].resolve() != done and contents(done) == before
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("settings", "steps", "epochs", "overrides", "reached"),
     [

@@ -133,6 +133,7 @@ def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     assert capsys.readouterr().err.strip().endswith(f"sweep.resume={trials.folder} search.confirm=2")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

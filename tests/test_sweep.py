@@ -151,7 +151,7 @@ def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path
     """Jobs read config.yaml in their folder, not conf/."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
     assert [load_config(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
-    assert jobs.baseline_repeated == []
+    assert [job for job in jobs.jobs if job.block is None] == []
 
 
 @pytest.mark.processes

@@ -110,6 +110,7 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     assert not processes_of(folder)
 
 
+@pytest.mark.slow(seconds=5)
 def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
     tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +222,7 @@ def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, co
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
+@pytest.mark.slow(seconds=4)
 def test_warm_server_prints_the_error_and_marks_its_job_lost_when_an_import_fails(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

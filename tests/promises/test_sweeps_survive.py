@@ -146,6 +146,7 @@ def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fai
     assert (tmp_path / "search" / "study.db").exists()
 
 
+@pytest.mark.slow(seconds=7)
 @pytest.mark.processes
 def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch

@@ -50,14 +50,10 @@ class Jobs:
     status: str = "running"  # running, done, interrupted
     order_seed: int | None = None  # of the random order of each repeat; None: the order as written
 
-    @property
-    def baseline_repeated(self) -> list[int]:
-        """Ids of the two extra runs of the baseline, the sweep's first and last jobs."""
-        return [job.id for job in self.jobs if job.block is None]
-
     def write(self) -> None:
-        keys = ("command", "created", "status", "order_seed", "baseline_repeated")
-        values = {key: getattr(self, key) for key in keys}
+        values = {key: getattr(self, key) for key in ("command", "created", "status", "order_seed")}
+        # The two extra runs of the baseline, the sweep's first and last jobs.
+        values["baseline_repeated"] = [job.id for job in self.jobs if job.block is None]
         jobs = [dataclasses.asdict(job) for job in self.jobs]
         write_json(self.folder / "jobs.json", {"format": FORMAT, **values, "jobs": jobs})
 
