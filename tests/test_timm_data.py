@@ -259,6 +259,8 @@ def test_hugging_face_dataset_error_has_pip_command_when_the_package_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
+    # timm imports the package in this module.
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
     with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
         build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)
 

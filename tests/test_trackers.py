@@ -5,12 +5,14 @@ Tests of wandb and MLflow run offline and are skipped without them: pip install 
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,6 +189,20 @@ def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tm
     assert job.sweep == "flowers 2026-01-01 12-00-00"
 
 
+def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+    """Make the packages of trackers look installed or not. One that is not has a spec: that of the folder wandb/, say."""
+    actual = importlib.util.find_spec
+
+    def find_spec(name: str) -> object:
+        return (
+            SimpleNamespace(origin="file" if name in installed else None)
+            if name in ("wandb", "mlflow")
+            else actual(name)
+        )
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -199,7 +215,7 @@ def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tm
 def test_tracker_override_selects_the_trackers_in_use(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: list[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "file"}))
+    set_installed(monkeypatch, "wandb", "mlflow")
     assert list(resolved(*overrides).tracker.classes()) == expected
 
 
@@ -210,10 +226,7 @@ def test_default_tracker_config_selects_tensorboard_only() -> None:
 def test_wandb_or_mlflow_tracker_is_refused_with_a_pip_command_when_not_installed(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A folder of this name, such as the one that wandb writes, has a spec without origin.
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: type("Spec", (), {"origin": "file" if name == "tensorboard" else None})
-    )
+    set_installed(monkeypatch)
     for name in ("wandb", "mlflow"):
         line = refuse(f"tracker=[tensorboard,{name}]")
         assert f"tracker={name}" in line and "pip install -r requirements-trackers.txt" in line
