@@ -226,7 +226,8 @@ def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     code, _, err = main("cluster=slurm", "cluster.submit=false")
-    assert code == 2 and "cluster=slurm" in err and not Path("run").exists()
+    assert code == 2 and err.startswith("train.py: cluster=slurm: ") and not Path("run").exists()
+    assert "python" in err, "the fix must name the command"
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_training_steps_between_log_steps_write_no_logs_or_metrics(
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
 
 
-def test_ema_weights_equal_those_of_timm_and_make_no_state_dict_call_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))

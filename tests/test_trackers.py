@@ -190,15 +190,13 @@ def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tm
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    """Make the packages of trackers look installed or not. One that is not has a spec: that of the folder wandb/, say."""
+    """Make wandb and mlflow look installed or missing. A missing one has a spec without origin, like the folder wandb/."""
     actual = importlib.util.find_spec
 
     def find_spec(name: str) -> object:
-        return (
-            SimpleNamespace(origin="file" if name in installed else None)
-            if name in ("wandb", "mlflow")
-            else actual(name)
-        )
+        if name not in ("wandb", "mlflow"):
+            return actual(name)
+        return SimpleNamespace(origin="file" if name in installed else None)
 
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
 

@@ -23,7 +23,7 @@ LIMITS = {
     "import levels inside any package": 5,
     # Today's size. The target is 14,900 without fine-tuning and own images (about 1,150 lines), the report about settings,
     # trackers, export and energy (1,550), fsdp, tuning, forked jobs and fast composing (1,380). Lower it with every cut.
-    "lines in src/, without lines that hold only a comment": 19_440,
+    "lines in src/, without lines that hold only a comment": 19_438,
 }
 
 

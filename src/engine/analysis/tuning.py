@@ -22,10 +22,10 @@ CHANGES_TRAINING = {
 def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float) -> list[tuple[str, ...]]:
     """Return the combinations of settings to measure again, given the gain of each setting alone.
 
-    `gains`: the overrides of a setting -> speed with it, divided by speed without it. In order, without duplicates:
-    the fastest setting alone; all settings that gain at least `smallest_difference` and change nothing but speed and
-    memory; all settings that gain that much. Of two settings that set one key, only the faster counts. If none gains
-    that much, only the fastest is measured again.
+    `gains`: the overrides of a setting -> speed with it, divided by speed without it. The combinations are the fastest
+    setting alone; all settings that gain at least `smallest_difference`; and those of them that change nothing but speed
+    and memory. Of two settings that set one key, only the faster counts. If none gains that much, only the fastest is
+    measured again. Combinations with fewer overrides come first; none appears twice.
     """
     ranked = sorted(gains, key=lambda setting: -gains[setting])
     kept: list[tuple[str, ...]] = []

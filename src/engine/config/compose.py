@@ -30,7 +30,6 @@ from src.schema import Config, ResolvedConfig, as_resolved
 
 CONF = ROOT / "conf"
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
-OF_HYDRA = ("hydra", "defaults")
 
 
 @dataclass
@@ -124,8 +123,7 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
 
     `merged`: `merge_into_schema(tree)`, from a caller that has also checked the types of the `hydra` block.
     """
-    values: Any = OmegaConf.to_container(tree)
-    for key, value in plain_values({name: values[name] for name in values if name not in OF_HYDRA}):
+    for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         # Ranks read the config from a file of the run. A secret in it would be visible there, or masked for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
             raise ValueError(f"{key}: holds a secret; give it as '${{oc.env:NAME}}', so that no file holds it")
@@ -200,7 +198,7 @@ def load_config(folder: Path) -> ResolvedConfig:
 
 def _task_of(tree: Any) -> DictConfig:
     """Return the composed config without the entries that only Hydra uses: a copy, or `tree` if it has none."""
-    kept = [key for key in tree if key not in OF_HYDRA]
+    kept = [key for key in tree if key not in ("hydra", "defaults")]
     return tree if len(kept) == len(tree) else OmegaConf.masked_copy(tree, kept)
 
 

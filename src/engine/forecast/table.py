@@ -25,8 +25,8 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     enough = {name: runs for name, runs in measured.items() if len({run.devices for run in runs}) > 1}
     if not enough:
         raise ValueError(
-            f"{folder}: expected finished, timed runs of single or ddp that differ only in the number of devices (two or "
-            "more) and did not run next to other jobs; sweep over parallel.devices"
+            f"{folder}: expected finished, timed runs of single or ddp on two or more device counts, with otherwise equal "
+            "settings and no concurrent jobs; sweep over parallel.devices"
         )
     return {name: forecast(runs, **options) for name, runs in enough.items()}
 
