@@ -3,6 +3,9 @@
 bench: $(VENV)/runtime ## measure train.py against a hand-written loop on this machine (ARGS="--rounds 5")
 	$(BIN)/python scripts/maintain/bench.py $(ARGS)
 
+size: ## print the number of statements of each folder
+	$(PYTHON) scripts/maintain/size.py
+
 gpu-wheels: $(VENV)/development ## copy to .gpu-wheels/ the packages that a GPU machine without a package index may lack
 	$(BIN)/python scripts/maintain/gpu_wheels.py
 

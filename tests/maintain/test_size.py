@@ -1,0 +1,8 @@
+"""Size of the code in statements."""
+
+from scripts.maintain.size import count_statements
+
+
+def test_count_statements_leaves_out_docstrings_and_counts_nested_statements() -> None:
+    source = '"""Module."""\nimport os\n\ndef f():\n    """Function."""\n    if os:\n        return 1\n'
+    assert count_statements(source) == 4
