@@ -5,7 +5,8 @@ is set: `python train.py modle=resnet18`. Free dictionaries appear only where a 
 `make schema` writes docs/keys.md and conf/schema.json.
 
 Rules that tie keys together are in the method `problems` of their group, which yields an error message per broken rule: key,
-value and fix. train.py refuses a config with the first message; a sweep skips that configuration.
+value and fix. train.py refuses a config with the first message; a sweep skips that configuration. A message that other code
+must recognize is a `Problem`, which carries a code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.engine.errors import ONE_DEVICE, Problem
 from src.engine.keys import (
     ClusterConfig,
     PathsConfig,
@@ -315,7 +317,8 @@ class ParallelConfig:
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
         if strategy == "single" and self.devices not in ("auto", 1):
-            yield f"parallel.devices={self.devices}: single uses one device; choose parallel=ddp or parallel=dp"
+            message = f"parallel.devices={self.devices}: single uses one device; choose parallel=ddp or parallel=dp"
+            yield Problem(message, ONE_DEVICE)
         for name, owner in strategy_options().items():
             if getattr(self, name) is not None and strategy != owner:
                 yield f"parallel.{name}={getattr(self, name)}: an option of {owner}, but parallel={strategy}"

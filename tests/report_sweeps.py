@@ -62,12 +62,13 @@ class Sweep:
         for block, speed in enumerate(speeds):
             self.add(strategy, devices, speed, block=block, **changes)
 
-    def row(self, *overrides: str, status: str, reason: str = "", block: int = 0) -> None:
+    def row(self, *overrides: str, status: str, reason: str = "", block: int = 0, **fields: str) -> None:
         """Add a job to jobs.json. Only `add` creates a folder for it."""
         number = len(self.jobs)
         self.jobs.append(
             {"id": number, "name": f"{number}_x", "folder": str(number), "overrides": overrides, "block": block}
             | {"config_hash": "ab12", "status": status, "reason": reason, "started": None, "ended": None}
+            | fields
         )
 
     def write(self, status: str = "done") -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from src.engine.doctor.examine import (
     findings_of,
     probe,
     strategies_to_try,
+    try_strategy,
 )
+from src.engine.record.result import Result, write_result
 
 pytestmark = pytest.mark.portable
 
@@ -122,6 +126,21 @@ def test_doctor_report_ends_with_training_command(
 def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
     machine = facts(0, tries={"single": "Failed: rank 0: …"})
     assert any(finding.stops for finding in findings_of(machine))
+
+
+@pytest.mark.parametrize("reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"])
+def test_doctor_trial_returns_the_reason_of_the_run_or_its_last_line(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if reason is not None:
+            [folder] = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
+            Path(folder).mkdir()
+            write_result(Path(folder), Result("failed", reason))
+        return subprocess.CompletedProcess(command, 1, "", "something else\nthe last line\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert try_strategy("ddp", 2) == (reason or "the last line")
 
 
 def test_doctor_reports_when_its_probe_of_torch_fails() -> None:

@@ -10,6 +10,7 @@ from conftest import in_ranks, resolved
 from torch import nn
 from torch.distributed import PrefixStore
 
+from src.engine.errors import ReplicasDifferError
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.telemetry import Telemetry
 from src.engine.runtime.replica_checks import check_replicas_at_end
@@ -28,7 +29,7 @@ def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[st
         patch.setattr(Telemetry, "device_model", kinds[ranks.rank])
         try:
             return check_replicas_at_end(model, strategy)
-        except RuntimeError as error:
+        except ReplicasDifferError as error:
             return str(error)
         finally:
             strategy.close()

@@ -12,7 +12,10 @@ from conftest import ROOT
 from report_sweeps import GIB, SPEEDS, Sweep, full_sweep, read, verdicts
 
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED
+from src.engine.config.arguments import parse_command_line
 from src.engine.config.resolve import resolve
+from src.engine.errors import ONE_PROCESS, RefusedError, ReplicasDifferError
+from src.engine.sweep.points import expand
 from src.schema import AugmentConfig, Config
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -60,7 +63,7 @@ def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_two_devices(
 def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("ddp", 2)
-    sweep.row("parallel=dp", "parallel.devices=2", status="skipped", reason="dp cannot span the nodes")
+    sweep.row("parallel=dp", "parallel.devices=2", status="skipped", code=ONE_PROCESS)
     assert read(sweep.write())[2]["claims"] == []
 
 
@@ -92,7 +95,7 @@ FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"communication": {"bytes_busiest_link": 1e6, "ms_per_step": 2, "exposed_ms_per_step": 2}},
     ),
     "hashes differ": (8, "ddp", {"proof": {"hashes_equal": False}}),
-    "drifted": (8, "ddp", {"status": "failed", "reason": "the ranks end with different parameters: no sync"}),
+    "drifted": (8, "ddp", {"status": "failed", "failure": {"exception": ReplicasDifferError.__name__}}),
     "quick start": (11, "ddp", {"seconds": {"start_to_first_step": 0.1}}),
     "idle ddp": (16, "ddp", {"memory": [{"device": n, "peak_bytes": GIB, "utilisation": 0.1} for n in range(2)]}),
     "busy waiting": (16, "ddp", {"step": BUSY_PARTS}),
@@ -215,14 +218,14 @@ def test_claim_that_dp_splits_batches_unevenly_follows_chunk_sizes_and_refused_b
         return verdicts(sweep.write())[10]
 
     def skipped(batch: int, **augment: float) -> Callable[[Sweep], object]:
-        """Add a job that was skipped, with the reason that the real check returns."""
+        """Add a job that was skipped, with the code that the real check returns."""
         config = Config()
         config.parallel.strategy, config.parallel.devices, config.data.batch_size = "dp", 4, batch
         config.parallel.accelerator, config.data.augment = "cpu", AugmentConfig(**augment)
-        with pytest.raises(ValueError, match="batch_size") as refused:
+        with pytest.raises(RefusedError, match="batch_size") as refused:
             resolve(config)
         overrides = ("parallel=dp", "parallel.devices=4")
-        return lambda sweep: sweep.row(*overrides, status="skipped", reason=str(refused.value))
+        return lambda sweep: sweep.row(*overrides, status="skipped", code=refused.value.code)
 
     assert verdict(lambda sweep: None) == NOT_MEASURABLE
     assert verdict(skipped(9, mixup=0.2)) == NOT_MEASURABLE  # refused for its pairs, not for its devices
@@ -239,6 +242,24 @@ def test_claim_that_only_ddp_spans_nodes_is_not_supported_when_dp_ran_on_two_nod
         return verdicts(sweep.write())[14]
 
     assert (verdict("ddp"), verdict("dp")) == (SUPPORTED, NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize("has_code", [True, False], ids=["today", "jobs.json of an older version"])
+def test_claim_that_only_ddp_spans_nodes_counts_a_skipped_dp_job_as_evidence(tmp_path: Path, has_code: bool) -> None:
+    command = ["-m", "parallel=dp,ddp", "parallel.devices=4", "cluster=slurm", "cluster.nodes=2", "cluster.gpus=2"]
+    [refused, runs] = expand(parse_command_line([*command, "cluster.submit=false"]))[1]
+    assert (refused.code, runs.code) == (ONE_PROCESS, "")
+    sweep = Sweep(tmp_path / "s")
+    for strategy in ("dp", "ddp"):
+        sweep.add(strategy, 2)
+    sweep.add("ddp", 4, nodes=2, world_size=4)
+    fields = {"code": refused.code} if has_code else {}
+    sweep.row("parallel=dp", "parallel.devices=4", status="skipped", reason=refused.reason, **fields)
+    claim = next(claim for claim in read(sweep.write())[2]["claims"] if claim["number"] == 14)
+    assert claim["verdict"] == SUPPORTED
+    assert [Path(run).name for run in claim["runs"]] == (["2", "3"] if has_code else ["2"])
+    # The claim is explained by what was not tried only if it was not.
+    assert bool(claim["reason"]) != has_code
 
 
 def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:

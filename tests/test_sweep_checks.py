@@ -17,6 +17,7 @@ from PIL import Image
 
 import train as entry
 from src.data.check import check_data
+from src.engine.errors import ONE_DEVICE
 from src.engine.multirun import run_multirun
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, write_result
@@ -156,6 +157,7 @@ def test_sweep_prints_the_reason_of_a_skipped_job(
     Sweep(jobs)._close()
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
     assert "parallel.devices=2" in line and jobs.jobs[1].reason in line
+    assert [job.code for job in read_jobs(tmp_path / "sweep").jobs] == ["", ONE_DEVICE]
 
 
 def resume(folder: Path) -> int:

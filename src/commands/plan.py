@@ -55,7 +55,9 @@ def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None 
         try:
             plans.append(_count(_resolved_for(config, devices), images, devices))
         except ValueError as error:
-            plans.append(Plan(devices, reason=ONE_IMAGE if "1 value per channel" in str(error) else str(error)))
+            # torch has no type or code for it.
+            has_one_image = "1 value per channel" in str(error)
+            plans.append(Plan(devices, reason=ONE_IMAGE if has_one_image else str(error)))
     smallest = min((row.batch_size for row in plans if row.batch_size), default=0)
     for row in plans:
         if row.batch_size > smallest and config.optim.lr_rule == "none":

@@ -1,4 +1,4 @@
-"""Exceptions that your code raises so that the engine reports a refusal, a non-finite loss or an unreadable image."""
+"""Exceptions for refusals, failures and unreadable images, and codes that tell them apart. No code reads the words of a message."""
 
 from __future__ import annotations
 
@@ -6,9 +6,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Codes of refusals. jobs.json has them, and the report's claims read them.
+ONE_DEVICE = "one_device"
+ONE_PROCESS = "one_process"
+TOO_FEW_DEVICES = "too_few_devices"
+BATCH_TOO_SMALL = "batch_too_small"
+BATCH_NOT_DIVISIBLE = "batch_not_divisible"
+
+
+class Problem(str):
+    """Message of a broken rule with a code, for rules whose refusal other code or a reader of jobs.json looks for."""
+
+    code: str
+
+    def __new__(cls, message: str, code: str = "") -> Problem:
+        problem = super().__new__(cls, message)
+        problem.code = code
+        return problem
+
 
 class RefusedError(ValueError):
     """Error for a setting or file of the user that cannot work. The engine prints its message, and exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        """`message`: text, or a Problem, whose code the error keeps."""
+        super().__init__(str(message))
+        self.code: str = getattr(message, "code", "")
+
+
+class ReplicasDifferError(RuntimeError):
+    """Error for ranks with different parameters. result.json names it in `failure.exception`."""
 
 
 class NotFiniteError(RuntimeError):

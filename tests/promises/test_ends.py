@@ -18,6 +18,7 @@ from conftest import ROOT, Train, in_ranks, resolved, tiny
 from PIL import Image
 
 from src.engine.data.samplers import TrainSampler
+from src.engine.errors import ReplicasDifferError
 from src.engine.machine.ranks import Ranks
 
 pytestmark = pytest.mark.processes
@@ -148,7 +149,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
         run.end_epoch = then_spoil  # type: ignore[method-assign]
     try:
         run.train()
-    except RuntimeError as error:
+    except ReplicasDifferError as error:
         return str(error)
     return "not noticed"
 

@@ -40,6 +40,7 @@ class RunRecord:
     folder: Path  # may not exist for a skipped or waiting job
     status: str
     reason: str = ""
+    code: str = ""  # of the reason why the job was skipped
     sweep: str = ""  # the sweep's folder; empty for a single run
     block: int | None = 0  # of the sweep; None: an extra run of the baseline, outside all blocks
     position: int | None = None  # in run order

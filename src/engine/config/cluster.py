@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from src.engine.errors import ONE_PROCESS, Problem
 from src.engine.keys import ClusterConfig
 from src.schema import Config
 
@@ -21,7 +22,10 @@ def cluster_rules(config: Config) -> Iterator[str]:
     """Yield an error message for each `cluster` key that does not fit the chosen scheduler."""
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
-        yield f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; use parallel=auto"
+        message = (
+            f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; use parallel=auto"
+        )
+        yield Problem(message, ONE_PROCESS)
     if cluster.scheduler == "local":
         return
     for scheduler, keys in KEYS_OF.items():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from src.engine.config.cluster import fill_in
 from src.engine.config.resolvers import count_that_divides
 from src.engine.config.validate import refuse
+from src.engine.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
 from src.engine.keys import TRACKERS
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
@@ -123,9 +124,10 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             yield f"parallel.device_ids={ids}: expected {local} different numbers from 0 to {cuda - 1}"
         here = f"parallel.devices={local}: {cuda} CUDA device(s) here"
         if local > cuda and not parallel.has_ranks:
-            yield f"{here}, and {parallel.strategy} needs one per replica"
+            yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
         if local > cuda and parallel.backend != "gloo":
-            yield f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, for a trial)"
+            reason = "NCCL ranks cannot share a device (with parallel.backend=gloo they can, for a trial)"
+            yield Problem(f"{here}; {reason}", TOO_FEW_DEVICES)
         if parallel.strategy == "fsdp" and parallel.backend in ("gloo", "mpi"):
             yield f"parallel.backend={parallel.backend}: fsdp on CUDA needs nccl; leave it at auto, or use parallel=ddp"
         if parallel.output_device is not None and parallel.has_one_process and parallel.output_device >= cuda:
@@ -155,10 +157,12 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
         fitting = ", ".join(str(number) for number in range(2, devices + 1) if devices % number == 0)
         yield f"parallel.shard_size={size}: does not divide the {devices} devices; use one of {fitting}, or null"
     if batch < devices:
-        yield f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}"
+        few = f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}"
+        yield Problem(few, BATCH_TOO_SMALL)
     # The chunks of dp may be unequal; their sizes are recorded.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        yield f"data.batch_size={batch}: does not divide by {devices} devices; nearest: {below}, {above}"
+        uneven = f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: {below}, {above}"
+        yield Problem(uneven, BATCH_NOT_DIVISIBLE)
     if config.data.augment.mixes and (batch // devices if has_ranks else batch) % 2:
         yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even; change data.batch_size"

@@ -13,6 +13,7 @@ from typing import Any
 
 from src.engine.config.cluster import cluster_rules
 from src.engine.config.suggest import hint, objectives, own_class_exists, timm_models, timm_optimizers, timm_tags
+from src.engine.errors import RefusedError
 from src.engine.keys import TRACKERS, is_own_class, leaves
 from src.schema import DATASETS, STRATEGIES, Config, is_timm_dataset, known_metrics, loss_tasks
 
@@ -30,10 +31,10 @@ DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?:
 
 
 def refuse(*problems: Iterator[str]) -> None:
-    """Raise ValueError with the first message that the rules yield, if any."""
+    """Raise RefusedError with the first message that the rules yield, and its code, if any."""
     line = next(itertools.chain(*problems), None)
     if line is not None:
-        raise ValueError(line)
+        raise RefusedError(line)
 
 
 def check_values(config: Config) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, nvidia
 from src.engine.machine.process import SAFE_PATH
 from src.engine.machine.secrets import hide_in
+from src.engine.record.result import read_result
 from src.schema import MADE_IN_MEMORY, STRATEGIES, ParallelConfig
 
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
@@ -38,11 +40,15 @@ def try_strategy(strategy: str, devices: int) -> str:
     """Train a tiny model for two steps with train.py, and evaluate it. Return the error; "" if it works."""
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         arguments = [f"parallel={strategy}", f"parallel.devices={devices}", f"hydra.run.dir={folder}/run", *TRY]
-        return _run([sys.executable, str(ROOT / "train.py"), *arguments])[0]
+        error, _ = _run([sys.executable, str(ROOT / "train.py"), *arguments])
+        # A run that was refused before its start has no result; its last line is the reason.
+        with suppress(ValueError):
+            error = error and read_result(Path(folder, "run")).reason
+        return error
 
 
 def _run(command: list[str]) -> tuple[str, str]:
-    """Run the command and return (error, output); the error is empty on success."""
+    """Run the command and return (its last line on stderr, output); the first is empty on success."""
     environment = with_project_on_path(os.environ)
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
@@ -51,7 +57,7 @@ def _run(command: list[str]) -> tuple[str, str]:
     if done.returncode == 0:
         return "", done.stdout
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    return next((line for line in lines if line.startswith("Failed: ")), lines[-1]), ""
+    return lines[-1], ""
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Job:
     config_hash: str = ""
     status: str = "waiting"  # waiting, running, or a status of result.json
     reason: str = ""
+    code: str = ""  # of the reason to skip it, see engine/errors.py; empty for a reason without one
     started: str | None = None
     ended: str | None = None
     seconds: float | None = None
@@ -37,7 +38,7 @@ class Job:
 
     def reset(self) -> None:
         """Set the status to waiting, and clear the reason and times of the earlier attempt."""
-        self.status, self.reason, self.neighbours = "waiting", "", 0
+        self.status, self.reason, self.code, self.neighbours = "waiting", "", "", 0
         self.started = self.ended = self.seconds = None
 
 

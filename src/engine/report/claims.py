@@ -12,12 +12,8 @@ from src.engine.analysis.groups import Group, MeasuredPoint
 from src.engine.analysis.runs import RunRecord
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
 from src.engine.analysis.wording import figure, join_short, percent, with_range
+from src.engine.errors import BATCH_TOO_SMALL, ONE_PROCESS, ReplicasDifferError
 from src.engine.report.evidence import ClaimResult, Comparison, Evidence, evaluate_claim, missing
-
-# Parts of the reasons of runs that failed or were skipped, where the reason is evidence for a claim.
-DRIFTED = "different parameters"
-BATCH_TOO_SMALL = "fewer images than"
-ONE_NODE_ONLY = "cannot span the nodes"
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2 × on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
@@ -162,7 +158,9 @@ def ddp_moves_less(e: Evidence) -> ClaimResult:
 
 def replicas_stay_equal(e: Evidence) -> ClaimResult:
     """Check that all ranks keep equal parameters. Runs that failed because of unequal parameters are evidence too."""
-    drifted = [r for r in e.runs if r.strategy == "ddp" and r.status == "failed" and DRIFTED in r.reason]
+    name = ReplicasDifferError.__name__
+    failed = [run for run in e.runs if run.strategy == "ddp" and run.status == "failed"]
+    drifted = [run for run in failed if run.result.get("failure.exception") == name]
     statement = "equal hashes of all parameters over the ranks, at the start and at the end"
     return e.in_every_run("ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
 
@@ -192,7 +190,7 @@ def dp_starts_sooner(e: Evidence) -> ClaimResult:
 def ddp_spans_machines(e: Evidence) -> ClaimResult:
     ddp = [run for run in e.finished("ddp") if run.nodes > 1]
     dp = [run for run in e.finished("dp") if run.nodes > 1]
-    refused = e.refused(ONE_NODE_ONLY)
+    refused = e.refused(ONE_PROCESS)
     texts = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
     texts += [f"dp refused: {run.reason}" for run in refused]
     verdict = NOT_SUPPORTED if dp else SUPPORTED if ddp else NOT_MEASURABLE

@@ -66,9 +66,9 @@ class Evidence:
         """Return the comparable runs of a strategy on 2 devices or more."""
         return [run for run in self.runs if run.comparable and run.strategy == strategy and run.devices > 1]
 
-    def refused(self, reason: str) -> list[RunRecord]:
-        """Return the dp runs that were skipped for a reason that contains this text."""
-        return [run for run in self.runs if run.status == "skipped" and run.strategy == "dp" and reason in run.reason]
+    def refused(self, code: str) -> list[RunRecord]:
+        """Return the dp runs that were skipped for a reason with this code."""
+        return [run for run in self.runs if run.status == "skipped" and run.strategy == "dp" and run.code == code]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
         points = [(group, point) for group in self.groups for point in group.points]

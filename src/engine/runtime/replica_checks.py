@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from src.engine.data.dataset import ImageDataset, split_fingerprint
+from src.engine.errors import ReplicasDifferError
 from src.engine.machine.ranks import first_difference, host_name
 from src.engine.parallel.group import ProcessGroup
 from src.engine.parallel.strategy import Strategy
@@ -36,7 +37,9 @@ def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, 
     """Raise RuntimeError if ranks start with different parameters. Return (measured world size, parameter hash). Collective."""
     digest, equal = parameters_hash(model, strategy)
     if not equal:
-        raise RuntimeError("the ranks start with different parameters; does the model draw random numbers elsewhere?")
+        raise ReplicasDifferError(
+            "the ranks start with different parameters; seed every random draw of the model's constructor"
+        )
     measured, requested = measured_world_size(strategy), strategy.config.devices
     if measured != requested:
         raise RuntimeError(
@@ -56,7 +59,7 @@ def check_replicas_at_end(model: nn.Module, strategy: Strategy) -> tuple[str, li
     drift = relative_drift(model, strategy)
     # `not <=` is True for nan as well.
     if len(models) == 1 or not drift <= MAX_DRIFT:
-        raise RuntimeError("the ranks end with different parameters: gradients were not synchronized")
+        raise ReplicasDifferError("the ranks end with different parameters: gradients were not synchronized")
     flag = (
         f"the ranks' devices are of different models ({', '.join(models)}) and have drifted apart, by {drift:.1e} of the "
         "parameters' norm; the checkpoints hold rank 0's"

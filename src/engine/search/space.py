@@ -18,6 +18,7 @@ from yaml import YAMLError
 from src.engine.config.compose import Command, to_config
 from src.engine.config.removed import drop_removed_keys
 from src.engine.config.suggest import explain, is_known, is_lower_better, key_hint
+from src.engine.keys import leaves
 from src.engine.machine.files import write_text
 from src.engine.sweep.points import Point, make_point, settle, task_overrides
 from src.schema import Config
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FROZEN = "search.yaml"  # in the sweep folder
 MAX_CORNERS = 32  # combinations of ends to try before a search is refused
 SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
+TAGS = ("log", "int", "float")
 NOT_SEARCHED = ("hydra", "search", "sweep", "paths", "cluster", "resume", "optimized_metric", "task_name", "tags")
 
 
@@ -105,8 +107,8 @@ def _dimension(override: Any) -> Dimension:
     key, _, text = written.partition("=")
     tags = set(getattr(sweep, "tags", ()))
     if override.is_interval_sweep():
-        if tags - {"log", "int", "float"}:
-            raise ValueError(f"{written}: unknown tag {', '.join(sorted(tags))}; allowed: log, int, float")
+        if unknown := tags.difference(TAGS):
+            raise ValueError(f"{written}: unknown tag {', '.join(sorted(unknown))}; allowed: {', '.join(TAGS)}")
         low, high = (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
         if not low < high or ("log" in tags and low <= 0):
             raise ValueError(f"{written}: expected interval(a,b) with a < b, and a > 0 with tag(log)")
@@ -146,7 +148,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             for override in ends[-1]:
                 trial_point(base, [override], 0)
         except ValueError as error:
-            fix = "; for integers use int(interval(a,b))" if "an integer" in str(error) else ""
+            fix = "; for integers use int(interval(a,b))" if _is_fractional(dimension) else ""
             raise ValueError(f"{dimension.name}={dimension.text}: {error}{fix}") from error
     for corner in _corners(ends):
         reason = trial_point(base, corner, 0).reason
@@ -156,6 +158,12 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
         raise ValueError(f"no trial of this search can run here, for example: {reason}")
     data_ends = [values for dimension, values in zip(space, ends, strict=True) if dimension.name.startswith("data.")]
     return [trial_point(base, corner, 0).config for corner in _corners(data_ends)]
+
+
+def _is_fractional(dimension: Dimension) -> bool:
+    """Return True if the dimension has fractions between its ends, but its key holds an integer."""
+    types = {key: entry.type.split(" | ") for key, _, entry in leaves(Config())}
+    return isinstance(dimension.low, float) and "int" in types.get(dimension.name, ())
 
 
 def _corners(ends: list[list[str]]) -> list[list[str]]:

@@ -64,7 +64,8 @@ def freeze_jobs(
     first = []
     for name, point in zip(names_of(points), points, strict=True):
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
-        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed, reason=point.reason))
+        job = Job(0, name, subdir, point.overrides, seed=point.config.seed, reason=point.reason, code=point.code)
+        first.append(job)
         first[-1].status = "skipped" if point.reason else "waiting"
     if repeated and measures_drift:
         _append(jobs, [_repeat(_baseline(first, points), None, "baseline_first")])

@@ -35,6 +35,7 @@ class Point:
     tree: DictConfig  # as composed, with `hydra`
     config: Config  # resolved, unless it cannot run here
     reason: str = ""  # why it cannot run here; empty if it can
+    code: str = ""  # of the reason, if it has one
     notices: list[str] = field(default_factory=list)  # choices of `auto` that may surprise
 
 
@@ -80,7 +81,7 @@ def settle(point: Point) -> None:
         config, point.config = point.config, resolve(point.config)
         point.notices = notices(config, point.config)
     except ValueError as error:
-        point.reason = hide(str(error))
+        point.reason, point.code = hide(str(error)), getattr(error, "code", "")
 
 
 def make_point(tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None) -> Point:
@@ -106,7 +107,7 @@ def names_of(points: list[Point]) -> list[str]:
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
     """Write the job's config into a new run folder below the sweep's `folder`, unless the job cannot run here."""
     if point.reason:
-        job.status, job.reason = "skipped", point.reason
+        job.status, job.reason, job.code = "skipped", point.reason, point.code
         return
     # hydra.sweep.subdir may give two jobs the same name.
     run_folder = claim_folder(folder / job.folder)
