@@ -53,11 +53,11 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(f"export.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 1
-    print(f"{folder}: the {trained.weights} weights of {trained.checkpoint}, with equal outputs; load them with")
+    print(f"wrote {folder} from {trained.checkpoint} ({trained.weights} weights; outputs verified equal). Load with:")
     for line in loaded_by:
         print(f"  {line}")
     if loaded_by[0].startswith("timm."):
-        print("give it upright images of 8 bits: timm's own transform ignores EXIF rotation and clips 16-bit images")
+        print("note: apply the EXIF rotation and convert 16-bit images to 8 bits first; timm's transform does neither")
     if given.format == "hub":
         print(f"choose a license in {folder / 'README.md'} and read it, because it has your command; then upload with")
         print(f"  hf upload '<user>/<name>' {shlex.quote(str(folder))} .")

@@ -68,6 +68,7 @@ def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks
     from src.commands.predict import PredictionRequest, predict
     from src.engine.launch.rendezvous import open_store
     from src.engine.machine.process import kill_on_parent_exit
+    from src.engine.machine.text import plural
     from src.engine.runtime.predictions import write_predictions
 
     started = time.monotonic()
@@ -92,7 +93,8 @@ def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks
         write_predictions(predictions, form, given.output)
         unreadable = sum(not image.classes for image in predictions)
         print(
-            f"{len(predictions)} images in {time.monotonic() - started:.1f} s, {unreadable} unreadable", file=sys.stderr
+            f"{plural(len(predictions), 'image')} in {time.monotonic() - started:.1f} s, {unreadable} unreadable",
+            file=sys.stderr,
         )
 
 

@@ -152,7 +152,9 @@ class AugmentConfig:
     mixup_switch_prob: float = number(0.5, ge=0, le=1, help="Probability of cutmix, not mixup, if both are set.")
     mixup_mode: str = choice("batch", "batch", "pair", "elem", help="Draw for each batch, pair of images, or image.")
     mixup_off_epoch: int = number(0, ge=0, help="First epoch without mixup and cutmix; 0: none.")
-    aug_repeats: int = number(1, ge=1, help="Augmented copies of an image in a batch, which holds fewer images then.")
+    aug_repeats: int = number(
+        1, ge=1, help="Augmented copies of an image in a batch; under ddp on different ranks, as in timm."
+    )
 
     @property
     def mixes(self) -> bool:

@@ -314,7 +314,7 @@ STANDS_FOR = {
 SAYS = {
     "plan": "per device",
     "predict": "labels.csv",  # written
-    "export": "equal outputs",
+    "export": "verified equal",
     "compare_runs": "agree",
     "evaluate": '"acc": ',
     "report": "report.html",

@@ -131,7 +131,9 @@ def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoc
     config = resolved("parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss")
     with caplog.at_level(logging.INFO):
         show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
-    assert any("2 evaluations without a better val/loss" in line for line in caplog.messages) == is_early
+    shown = [line for line in caplog.messages if line.startswith("early stop   ")]
+    assert len(shown) == is_early
+    assert all(text in line for line in shown for text in ("val/loss", " 2 ", "train.early_stop"))
 
 
 @pytest.mark.processes

@@ -57,7 +57,7 @@ def test_freeze_leaves_only_expected_resnet18_layers_trainable(which: int | str 
     [
         ("test_resnet", 99, r"model\.freeze=99: .* groups"),
         ("test_resnet", "blocks", r"model\.freeze=blocks: .*layer1"),
-        ("test_resnet", ".*", r"model\.freeze=\.\*: leaves no parameter"),
+        ("test_resnet", ".*", r"model\.freeze=\.\*: freezes every parameter"),
         (None, 2, r"model\.freeze=2: .*group_matcher"),
     ],
 )

@@ -376,7 +376,7 @@ def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
 def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped: Folders, data: Path) -> None:
     training = attempt(config_of(data), stopped(5))
     training.progress.step_in_epoch = 9
-    with pytest.raises(RuntimeError, match="step 9 of an epoch of 4"):
+    with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
         training.train()
     training.close()
 

@@ -205,6 +205,8 @@ def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(tm
     result = json.loads((folder / jobs[done_at].folder / "result.json").read_text())
     assert trials[done_at].value == result["objective"]
     assert "search.html" in done.stdout
+    shown = [line.split("  ")[:2] for line in done.stdout.splitlines() if line.startswith("trial ")]
+    assert sorted(shown) == [["trial 0", f"val/acc_best {result['objective']:.4f}"], ["trial 1", "not_finite"]]
     again = search(folder)
     assert [job.status for job in read_jobs(folder).jobs] == statuses, again.stderr
 

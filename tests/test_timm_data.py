@@ -301,4 +301,7 @@ def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
         assert len(set(indices)) == global_batch
         images = [index % num_images for index in indices]
         assert all(images.count(image) == copies for image in images)
+        # As in timm's RepeatAugSampler, the copies are spread over as many ranks as there are.
+        ranks = [{index % num_images for index in part.tolist()} for part in step]
+        assert all(sum(image in rank for rank in ranks) == min(copies, world_size) for image in images)
     assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())

@@ -29,7 +29,7 @@ def freeze(model: Any, which: int | str | None) -> str:
         roots = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(f"model.freeze={which}: no parameter name starts with it; they start with {', '.join(roots)}")
     if len(frozen) == len(names):
-        raise ValueError(f"model.freeze={which}: leaves no parameter to train; freeze fewer")
+        raise ValueError(f"model.freeze={which}: freezes every parameter; use a smaller number or a narrower pattern")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return f"{len(frozen)} of {len(names)} tensors of parameters (model.freeze={which})"
@@ -67,7 +67,8 @@ def _first_groups(model: Any, count: int) -> list[str]:
     groups = groups_of(model, coarse=True)
     if not groups:
         raise ValueError(
-            f"model.freeze={count}: a number needs timm's group_matcher; use model.freeze=backbone, or a regular expression"
+            f"model.freeze={count}: this model defines no layer groups (timm's group_matcher), so a number cannot be used; "
+            "use model.freeze=backbone, or a regular expression"
         )
     last = max(groups.values())
     if count > last:

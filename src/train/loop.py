@@ -54,7 +54,8 @@ def train_epoch(
     # Without this check, no step would follow and the epoch would never end.
     if progress.step_in_epoch > steps_per_epoch:
         raise RuntimeError(
-            f"step {progress.step_in_epoch} of an epoch of {steps_per_epoch} steps: the data have changed"
+            f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch now has {steps_per_epoch} steps: "
+            "the training data changed after it was saved"
         )
     state.wrapped.train()
     while progress.step_in_epoch < steps_per_epoch and progress.step < last_step:

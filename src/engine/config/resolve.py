@@ -55,8 +55,8 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
     if of_all and not asked.parallel.has_one_device and parallel.accelerator == "cuda" and parallel.devices < cuda:
         batch = resolved.global_batch
         below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
-        nearest = f"nearest for all of them: {f'{below}, ' if below else ''}{above}"
-        reason = f"because data.batch_size={batch} does not divide by more"
+        nearest = f"nearest sizes for all of them: {f'{below}, ' if below else ''}{above}"
+        reason = f"because data.batch_size={batch} is not divisible by more"
         lines.append(f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}")
     problem = hardware.cuda().problem
     if problem is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
@@ -96,7 +96,7 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
     if parallel.accelerator == "auto":
         mps = hardware.has_mps() and parallel.has_one_device
         parallel.accelerator = "cuda" if cuda else "mps" if mps else "cpu"
-    started, strategy = f"{starter()} started {world_size} ranks", parallel.strategy
+    started, strategy = f"{starter()} started {world_size} rank{'s' * (world_size != 1)}", parallel.strategy
     if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
             raise ValueError(f"parallel.devices={parallel.devices}: {started}; leave it at auto")
@@ -121,8 +121,8 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             yield f"parallel.accelerator=cuda: {problem}; use cpu or auto"
         ids = parallel.device_ids
         if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
-            yield f"parallel.device_ids={ids}: expected {local} different numbers from 0 to {cuda - 1}"
-        here = f"parallel.devices={local}: {cuda} CUDA device(s) here"
+            yield f"parallel.device_ids={ids}: expected {local} different number{'s' * (local != 1)} from 0 to {cuda - 1}"
+        here = f"parallel.devices={local}: {cuda} CUDA device{'s' * (cuda != 1)} here"
         if local > cuda and not parallel.has_ranks:
             yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
         if local > cuda and parallel.backend != "gloo":

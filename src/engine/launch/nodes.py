@@ -66,9 +66,10 @@ def collect_inventories(store: Store, count: int, seconds: float, who: str = "ra
     # store.wait would block signal handlers.
     while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
         if time.monotonic() > deadline:
+            named = f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
             raise ValueError(
-                f"{who} {', '.join(missing)} of {count}: did not start within parallel.start_timeout={seconds:g} s; "
-                "start them sooner, or raise parallel.start_timeout"
+                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the logs there, or raise "
+                "parallel.start_timeout"
             )
         time.sleep(INVENTORY_POLL_SECONDS)
     inventories = [NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]

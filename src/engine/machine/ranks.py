@@ -112,8 +112,8 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
         size = environment.get(name, "1")
         if size != "1":
             raise ValueError(
-                f"{name}={size}: mpirun sets no RANK; run train.py without mpirun, because it starts its own ranks, or on "
-                "several nodes with torchrun or srun"
+                f"{name}={size}: mpirun is not supported; run python train.py (it starts the ranks), or torchrun or srun on "
+                "several nodes"
             )
 
 

@@ -71,7 +71,8 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
     train = config.train
     # Only early_stop ends a run before both limits.
     if train.early_stop and result.epochs < train.epochs and result.steps < (train.max_steps or math.inf):
-        log.info("stopped      %d evaluations without a better %s", train.early_stop, config.checkpoint.metric)
+        reason = f"no better {config.checkpoint.metric} in {train.early_stop} evaluations"
+        log.info("early stop   %s (train.early_stop)", reason)
     target, loss = train.target_loss, result.train.get("loss")
     if target is not None:
         values = f"train/loss {_number(loss)}, train.target_loss={target:g}"

@@ -25,7 +25,10 @@ class MetricWindow:
         """Add the loss and metrics of one batch, which are means over its `images` images, to the sums of `step`."""
         names = ("loss", *metrics)
         if self._names not in ((), names):
-            raise ValueError(f"src/train/step.py: metrics are {names[1:]}, but were {self._names[1:]} before")
+            now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
+            raise ValueError(
+                f"src/train/step.py: the step must return the same metrics in every call; got {now}, before {before}"
+            )
         self._names = names
         values = [loss.detach(), *metrics.values()]
         row = torch.stack([value.to(self._device, torch.float32, non_blocking=True) for value in values]) * images

@@ -51,7 +51,7 @@ def confirm_best(trials: Jobs, number: int, overrides: list[str], num_seeds: int
     points = _points(base, overrides, first_seed=config.seed + 1)
     folder = trials.folder / f"confirm_{number}"
     if points[0].config == points[1].config:
-        print(f"confirm      trial {number} has the default settings, so only these train, with {num_seeds} new seeds")
+        print(f"confirm      trial {number} equals the default settings; training it alone, with {num_seeds} new seeds")
         del points[1]
     else:
         print(f"confirm      trial {number} against the default settings, {num_seeds} new seeds each")

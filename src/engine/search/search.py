@@ -129,6 +129,7 @@ class Search(Runner):
                 job.reset()
         self._next: Job | None = None  # the study has chosen it, but it has not started
         self._trials: dict[int, optuna.Trial] = {}  # the study has chosen them, but does not have their results
+        self._values: dict[int, float] = {}  # of the trials that ended since this process started
 
     def waiting(self) -> list[Job]:
         """Return a list with the next trial, if any. The study chooses it as late as possible, to use earlier results."""
@@ -144,6 +145,12 @@ class Search(Runner):
     def ended(self, job: Job) -> None:
         self._tell(job, self._trials.pop(job.id))
         super().ended(job)
+
+    def outcome(self, job: Job) -> str:
+        """Return the number of an ended trial, and its value or its status."""
+        if job.status != "done":
+            return f"trial {job.id}  {job.status}"
+        return f"trial {job.id}  {self.config.objective} {self._values[job.id]:.4f}"
 
     def _ask(self) -> Job | None:
         """Choose the next trial that can run here, save its config and return its job; None if no trial is left."""
@@ -180,7 +187,8 @@ class Search(Runner):
         trial.set_user_attr("status", job.status)
         trial.set_user_attr("reason", job.reason)
         self.failed += job.status in FAILED
-        if job.status == "done":
+        if job.status == "done" and value is not None:
+            self._values[job.id] = value
             self.study.tell(trial, value)
         elif job.status != "interrupted":
             self.study.tell(trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)

@@ -152,5 +152,6 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
         if of_setting.keys() & of_current.keys()
     }
     if not gains:
-        raise ValueError(f"{screening.folder}: no setting was measured next to the current ones; see logs/ of its jobs")
+        reason = "no repeat has finished both a setting and the current settings, so nothing can be compared"
+        raise ValueError(f"{screening.folder}: {reason}; see the logs/ folders of its jobs")
     return finalists(gains, current.config.sweep.smallest_difference)

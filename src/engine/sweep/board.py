@@ -50,20 +50,25 @@ class Board:
         """Redraw the progress bar, at most a few times a second unless `now`."""
         if now or time.monotonic() - self._updated > UPDATE_SECONDS:
             self._updated = time.monotonic()
-            ended = sum(job.status not in UNFINISHED for job in self._jobs.jobs)
             description = ", ".join(filter(None, (self._jobs.counts(), self._time_left())))
-            self._bar.update(self._task, total=len(self._jobs.jobs), completed=ended, description=description)
+            total = len(self._jobs.jobs)
+            self._bar.update(self._task, total=total, completed=self._count_ended(), description=description)
             self._bar.refresh()
 
     def say(self, line: str) -> None:
         self._console.print(line)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Job, outcome: str = "") -> None:
+        """Print how a job ended: `1/4 done  18.7 s  seed=1`. `outcome`: text instead of the count and the status."""
         self._ended += 1
+        total = str(len(self._jobs.jobs))
+        outcome = outcome or f"{self._count_ended():{len(total)}}/{total} {job.status}"
         reason = f": {job.reason}" if job.reason else ""
-        line = f"{job.status} in {job.seconds or 0:.1f} s: {job.name}{reason}"
-        self.say(", ".join(filter(None, (line, self._time_left()))))
+        self.say(f"{outcome}  {job.seconds or 0:.1f} s  {job.name}{reason}")
         self.update(now=True)
+
+    def _count_ended(self) -> int:
+        return sum(job.status not in UNFINISHED for job in self._jobs.jobs)
 
     def _time_left(self) -> str:
         """Estimate the time left from the jobs that this process has finished; empty before the first."""

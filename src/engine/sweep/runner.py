@@ -60,7 +60,11 @@ class Runner(ABC):
     def ended(self, job: Job) -> None:
         """Record in jobs.json and on the screen that a job has ended."""
         self.jobs.write()
-        self._board.ended(job)
+        self._board.ended(job, self.outcome(job))
+
+    def outcome(self, job: Job) -> str:
+        """Return what the line of an ended job shows first. Empty: the number of ended jobs and the status."""
+        return ""
 
     @abstractmethod
     def _close(self) -> int:
