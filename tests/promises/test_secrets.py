@@ -192,7 +192,20 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MYSQL_PWD", "DB_PASS", "MY_TOKEN_2"]
+    "name",
+    [
+        "HF_TOKEN",
+        "PGPASSWORD",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MYSQL_PWD",
+        "DB_PASS",
+        "MY_TOKEN_2",
+        "SIGNING_KEY",
+        "ENCRYPTION_KEY",
+        "SSH_KEY",
+        "MY_KEY",
+    ],
 )
 def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) -> None:
     assert is_secret_variable(name, "12345678")
@@ -201,10 +214,21 @@ def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) ->
 
 
 def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> None:
-    for name in ("PWD", "OLDPWD", "PATH", "TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "KEYBOARD", "COMPASS"):
+    for name in (
+        "PWD",
+        "OLDPWD",
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+        "GIT_AUTHOR_NAME",
+        "KEYBOARD",
+        "COMPASS",
+        "SSH_PUBLIC_KEY",
+        "SORT_KEY",
+        "KEY",
+    ):
         assert not is_secret_variable(name, "12345678"), name
     assert is_secret_variable("DATABASE_URL", "postgresql://me:pw@host/db")
-    for key in ("max_tokens", "key", "keys", "tokens", "num_tokens", "bypass", "token.size"):
+    for key in ("max_tokens", "key", "keys", "tokens", "num_tokens", "bypass", "token.size", "image_key", "label_key"):
         assert not is_secret_key(key), key
 
 

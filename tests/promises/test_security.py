@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import Train
+from conftest import Refuse, Train
 
+from src.engine.config.aliases import load_yaml
 from src.engine.config.compose import ROOT
-from src.engine.faults.failure import RankExits
+from src.engine.data.image_check import CheckedImage, show, summarize
+from src.engine.faults.failure import RankExits, failure_text
 from src.engine.launch import torchrun
 from src.engine.launch.rank import keep_compiled_code_private
 from src.engine.machine.files import write_text
+from src.engine.machine.secrets import HidingFormatter, mask
 from src.engine.runtime import checkpoint
 from src.schema import ResolvedParallel
 
@@ -52,6 +58,52 @@ def test_run_files_and_checkpoints_are_private_under_umask_077(tmp_path: Path) -
         os.umask(before)
     wrong = [path for path in (tmp_path / "run").rglob("*") if path.stat().st_mode & 0o077]
     assert wrong == []
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 8)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a {b: *a}\n"])
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir", "resume"])
+def test_yaml_file_whose_aliases_expand_to_millions_of_values_is_refused(
+    refuse: Refuse, tmp_path: Path, option: str, text: str
+) -> None:
+    place = tmp_path / "conf"
+    (place / "experiment").mkdir(parents=True)
+    for name in ("config.yaml", "experiment/bomb.yaml"):
+        (place / name).write_text(text)
+    words = {
+        "--config-path": ("--config-path", str(place), "--config-name", "config"),
+        "--config-dir": ("--config-dir", str(place), "experiment=bomb"),
+        "resume": (f"resume={place}",),
+    }
+    began = time.monotonic()
+    assert str(place) in refuse(*words[option])
+    assert time.monotonic() - began < 10
+
+
+ESCAPES = "\x1b[2J\x9b31m\u202e\x07"
+
+
+def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"red{ESCAPES}.png"
+    image = CheckedImage("train", 0, name, (f"c{ESCAPES}",), error="")
+    show(summarize([f"c{ESCAPES}"], ["train"], [image, replace(image, index=1)]))
+    record = logging.LogRecord("", logging.INFO, "", 1, f"a\n\tb {name}", None, None)
+    text = HidingFormatter("%(message)s").format(record)
+    assert text.startswith("a\n\tb red\\x1b[2J")
+    failure = failure_text({"reason": name, "traceback": None, "shows_traceback": True, "log": None})
+    for shown in (capsys.readouterr().out, text, failure, mask(name)):
+        assert "\\x1b[2J" in shown and not any(character in shown for character in "\x1b\x9b\u202e\x07")
+
+
+def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &a {x: 1}\nb: *a\n")
+    assert load_yaml(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
 
 
 def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from src.engine.config.aliases import check_aliases_of, load_yaml
 from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
@@ -55,6 +56,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
     try:
         hydra = _hydra(arguments)
+        check_aliases_of(hydra.config_loader.repository)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
         if arguments.config_path is not None:
             drop_removed_keys_of(hydra.config_loader.repository, name)
@@ -186,7 +188,7 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 def load_config(folder: Path) -> ResolvedConfig:
     """Read the config that `save_config` wrote, and resolve references from the environment."""
     try:
-        task = _task_of(OmegaConf.load(folder / "config.yaml"))
+        task = _task_of(load_yaml(folder / "config.yaml"))
         # An older run without schedule had no warm-up and no layer decay either.
         if OmegaConf.select(task, "optim.sched") == "none":
             task.optim.update({"sched": "constant", "warmup_epochs": 0.0, "layer_decay": None})

@@ -26,6 +26,7 @@ from src.engine.data.folder import first
 from src.engine.errors import UnreadableImageError
 from src.engine.machine.files import write_text
 from src.engine.machine.hardware import cores
+from src.engine.machine.text import for_terminal
 
 ABSENT = "classes without an image"
 MAX_LINES = 20  # of a table, or of a kind of problem; the JSON file has all
@@ -159,7 +160,7 @@ def show(report: Report) -> None:
         lines += ["  " + first([describe(image) for image in group], MAX_IMAGES) for group in groups[:MAX_LINES]]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")
-    print("\n".join(lines).encode(errors="replace").decode())  # a file's name may not be UTF-8
+    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())  # a file's name may not be UTF-8
 
 
 def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:

@@ -16,6 +16,7 @@ from src.engine.errors import NotFiniteError, RefusedError, UnreadableImageError
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
+from src.engine.machine.text import for_terminal
 from src.schema import ResolvedConfig
 
 # Exit codes of ranks that the agent ends because another rank failed.
@@ -144,7 +145,7 @@ def failure_text(failure: dict[str, Any]) -> str:
         lines.insert(0, failure["traceback"].rstrip())
     if failure["log"]:
         lines.append(f"Log: {failure['log']}")
-    return "\n".join(lines)
+    return for_terminal("\n".join(lines))
 
 
 def _one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from src.engine.cluster.slurm import queued_job
+from src.engine.config.aliases import load_yaml
 from src.engine.config.compose import Command, compose_command, load_config
 from src.engine.config.removed import drop_removed_keys
 from src.engine.keys import leaves
@@ -143,7 +144,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it. Jobs of a sweep have no .hydra folder.
     composed = folder / ".hydra" / "config.yaml"
     try:
-        tree = OmegaConf.load(composed if composed.exists() else folder / "config.yaml")
+        tree = load_yaml(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.

@@ -14,12 +14,20 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote_plus
 
+from src.engine.machine.text import for_terminal
+
 SHORTEST = 8  # characters; shorter values would be replaced inside ordinary words
 WORD = (
     "token|secret|password|passwd|passphrase|api_?key|access_?key(?:_id)?|secret_?key|private_?key|credentials?|"
-    "auth_?key|auth_?header|bearer"
+    "auth_?key|auth_?header|bearer|(?:signing|encryption|ssh)_?key"
 )
-NAMES = re.compile(rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd", re.I)
+# Environment variables. Of those that end in _KEY, only what is plainly no secret is left out. Config keys are the other
+# way round, because `image_key` and `label_key` are names of columns.
+NO_SECRET = r"(?!(?:.*_)?(?:public|primary|foreign|partition|sort|cache|group|index|image|label|input|target)_key$)"
+NAMES = re.compile(
+    rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd|{NO_SECRET}.+_key",
+    re.I,
+)
 KEYS = re.compile(rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I)  # of a config; does not match `max_tokens` or `key`
 REFERENCE = re.compile(r"\$\{oc\.env:\s*\w+\s*\}")
 IN_URL = re.compile(r"(?<=://)([^\s:/@'\"]*):([^\s/@'\"]+)(?=@)")
@@ -78,8 +86,11 @@ def hide_in(tree: Any, key: str = "") -> Any:
 
 
 def mask(text: str) -> str:
-    """Replace secrets in a message: values of secret variables or after a key such as `token`, passwords in URLs."""
-    return IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
+    """Replace secrets in a message: values of secret variables or after a key such as `token`, passwords in URLs.
+
+    Also escape control characters.
+    """
+    return for_terminal(IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))))
 
 
 def mask_code(text: str) -> str:
@@ -88,10 +99,10 @@ def mask_code(text: str) -> str:
 
 
 class HidingFormatter(logging.Formatter):
-    """Log formatter that masks secrets in log lines and tracebacks."""
+    """Log formatter that masks secrets and escapes control characters in log lines and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(super().format(record))
+        return for_terminal(hide(super().format(record)))
 
 
 @lru_cache(maxsize=1)
