@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from src.engine.machine.process import exit_process, keep_running_without_stdout
 from src.engine.machine.ranks import Ranks, ranks_from_environment, starter
 from src.engine.machine.secrets import hide, mask
+from src.engine.machine.signals import signal_handlers
 from src.train import run_training
 
 
@@ -32,30 +33,31 @@ def main() -> int:
 
             return run_follower(run_training, ranks)
         # A rank receives signals through the process that started it.
-        with contextlib.nullcontext() if ranks else _interrupted_by_sigterm():
+        with contextlib.nullcontext() if ranks else _interrupted_by_signals():
             return _lead(ranks)
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     # Reached only outside a run, because a run handles signals itself.
     except KeyboardInterrupt as interrupt:
-        number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+        number = _signal_of(interrupt)
         print(f"train.py: stopped by {number.name}", file=sys.stderr)
         return 128 + number
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that a sweep removes its folder if its jobs are not written yet."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on a stop signal, so that a sweep removes its folder if its jobs are not written yet."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with signal_handlers(interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+
+
+def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
+    return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 def _lead(ranks: Ranks | None) -> int:
@@ -108,7 +110,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     from src.engine.cluster.slurm import check_scheduler, submit
     from src.engine.config.compose import run_in_hydra
     from src.engine.config.resolve import notices, resolve
-    from src.engine.launch.job import run_job
+    from src.engine.launch.job import record_interruption, run_job
     from src.engine.launch.resume import check_resumable, compose_run, folder_to_resume, records_of, restore_records
     from src.engine.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from src.engine.machine.files import claim_folder
@@ -128,16 +130,24 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     folder = remembered or folder_to_resume(config)
     is_resumed = folder is not None
     folder = folder or claim_folder(command.run_dir)
-    with lock_folder(folder):
-        records = records_of(folder)
-        if is_resumed:
-            check_resumable(config, folder)
-        if ranks is not None:
-            code = run_in_hydra(command, folder, lambda: run_rank_zero(run_training, config, folder, ranks))
-        else:
-            code = run_in_hydra(command, folder, lambda: run_job(config, folder))
-        if is_resumed and code == 2:
-            restore_records(folder, records)
+    is_ours = not is_resumed
+    try:
+        with lock_folder(folder):
+            is_ours = True
+            records = records_of(folder)
+            if is_resumed:
+                check_resumable(config, folder)
+            if ranks is not None:
+                code = run_in_hydra(command, folder, lambda: run_rank_zero(run_training, config, folder, ranks))
+            else:
+                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+            if is_resumed and code == 2:
+                restore_records(folder, records)
+    except KeyboardInterrupt as interrupt:
+        # Before the first rank, or after the last.
+        if is_ours:
+            record_interruption(config, folder, _signal_of(interrupt))
+        raise
     if ranks is not None:
         return code
     return code or submit(config, folder)

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from configs import read_lines, tiny
 
+from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.ranks import NEEDED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,7 @@ class Train:
                 stderr=err,
                 text=True,
                 start_new_session=True,
+                preexec_fn=heed_signals,
             )
         self._started.append(process)
         return Running(process, folder, output, timeout)
@@ -192,6 +194,12 @@ class Train:
                 _kill_group(started)
         shutil.rmtree(self.temporary, ignore_errors=True)
         assert not words, f"still running after the test: {words}"
+
+
+def heed_signals() -> None:
+    """Undo what `nohup` does in a new process: the product keeps ignoring what it ignores at its start."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

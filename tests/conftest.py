@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -25,6 +26,10 @@ import train as entry
 # Tests take all of these from here.
 from commands import ROOT, Finished, Running, Train  # noqa: F401
 from src.engine.machine import hardware
+
+# A script starts `make test &` with Ctrl-C ignored, and every command of a test would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Refuse = Callable[..., str]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from src.engine.launch import job
 from src.engine.machine import hardware
 from src.engine.machine.lock import lock_folder
 from src.engine.machine.ranks import NEEDED
-from src.engine.record.result import Result, write_result
+from src.engine.record.result import Result, read_result, write_result
 from src.schema import Config
 
 OVERRIDES = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
@@ -375,6 +376,37 @@ def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
         assert (code, len(main.ran)) == (0, 2), err
     else:
         assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
+def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: str) -> None:
+    """Saving could not replace the folder, so the run would fail after its first epoch."""
+    folder = main.start("day/1")
+    (folder / "checkpoints" / name).unlink(missing_ok=True)
+    (folder / "checkpoints" / name).mkdir()
+    code, err = main(f"resume={folder}")
+    assert (code, len(err.splitlines()), len(main.ran)) == (2, 1, 1)
+    assert name in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_run_that_a_signal_stops_before_its_first_rank_is_recorded_as_interrupted(
+    main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))
+    code, err = main(*OVERRIDES, "hydra.run.dir=outputs/train/1")
+    assert (code, len(err.splitlines())) == (128 + number, 1)
+    result = read_result(Path("outputs/train/1"))
+    assert result.status == "interrupted" and number.name in result.reason
+
+
+def test_ended_run_keeps_its_result_when_a_signal_stops_its_resume_before_the_first_rank(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = main.start("day/1", status="done")
+    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(f"resume={folder}")[0] == 143
+    assert read_result(folder).status == "done"
 
 
 def test_resume_is_refused_when_the_run_has_no_checkpoint(main: Main) -> None:

@@ -20,6 +20,7 @@ from src.engine.faults.heartbeat import Heartbeat, Heartbeats
 from src.engine.launch import node, nodes, supervisor, torchrun
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.machine.ranks import NodeAddress, Ranks
+from src.engine.machine.signals import heeded_signals, signal_handlers
 from src.engine.record.result import read_result
 
 
@@ -108,6 +109,22 @@ def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
     assert (ended.signal, ended.exit_codes) == (number, {0: -signal.SIGKILL})
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+    """`nohup` ignores SIGHUP, and a script ignores SIGINT in what it starts with `&`."""
+    received: list[int] = []
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signal_handlers(lambda number, frame: received.append(number)):
+            for each in (number, signal.SIGTERM):
+                os.kill(os.getpid(), each)
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(number) == signal.SIG_IGN
+        assert number not in heeded_signals()
+    finally:
+        signal.signal(number, previous)
+
+
 @pytest.mark.processes
 def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` signals the process and its group. The second signal arrives while the kill timer of the first starts."""
@@ -144,7 +161,7 @@ def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
 
     place = Ranks(0, 2, 0, 1, node=0, nodes=2)
     dog = watchdog.Watchdog(resolved("parallel=single").parallel, tmp_path, place, None, Full())  # type: ignore[arg-type]
-    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog, "exit_at_once", leave)
     monkeypatch.setattr(watchdog.threading, "Timer", MagicMock())
     with pytest.raises(Left):
         dog._end_without(Heartbeat(1, "nodeb", node=1))

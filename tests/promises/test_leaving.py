@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import ROOT, read_lines, resolved
+import torch
+from conftest import ROOT, plain, read_lines, resolved, warm_processes
 
-from src.engine.machine.process import exit_process
+from src.engine.data.dataset import InMemory
+from src.engine.data.loader import BatchFetcher, TrainLoader
+from src.engine.data.prefetch import DevicePrefetcher
+from src.engine.data.samplers import TrainSampler
+from src.engine.machine.process import exit_at_once, exit_process
 from src.engine.machine.ranks import Ranks
 from src.engine.record.recorder import Recorder
 from src.train import run as lifecycle
@@ -93,6 +101,35 @@ def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None
         with pytest.raises(SystemExit) as error:
             exit_process(code)
         assert error.value.code == code
+
+
+def _kill_worker_and_exit(temporary: Path) -> None:
+    tempfile.tempdir = str(temporary)
+    # As in a rank, which is no child of a multiprocessing process, and has no folder yet.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+    split = InMemory(torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64))
+    sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = TrainLoader(BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64), sampler, prefetcher, 1)
+    next(loader.epoch(0))
+    assert list(temporary.glob("pymp-*"))
+    for child in psutil.Process().children():
+        child.kill()
+    exit_at_once(7)
+
+
+@pytest.mark.processes
+def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> None:
+    # Not tmp_path: the path of a socket has at most 107 characters.
+    with tempfile.TemporaryDirectory() as folder:
+        process = warm_processes().Process(target=_kill_worker_and_exit, args=(Path(folder),), daemon=False)
+        process.start()
+        process.join(timeout=60)
+        process.kill()
+        assert process.exitcode == 7
+        assert list(Path(folder).iterdir()) == []
 
 
 def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(

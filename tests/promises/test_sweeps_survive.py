@@ -99,6 +99,19 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert Sweep(frozen(tmp_path, "seed=1,2,3")).run() == 128 + number
+    assert f"sweep.resume={tmp_path}" in capsys.readouterr().err
+    assert statuses(tmp_path) == ["done"] * 3
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.processes
 def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

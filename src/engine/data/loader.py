@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ class Loader:
         on_gpu = prefetcher.device.type == "cuda"
         fetcher.pin_memory = on_gpu and not num_workers
         if num_workers:
+            # The workers inherit the folder of their sockets. A killed worker could not remove one that it has made itself.
+            get_temp_dir()
             self._loader = DataLoader(
                 fetcher,  # type: ignore[arg-type]
                 batch_sampler=sampler,  # type: ignore[arg-type]

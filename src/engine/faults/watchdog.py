@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 from src.engine.faults.failure import write_failure
 from src.engine.faults.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, fetch_failures, publish_failure
 from src.engine.faults.liveness import liveness
-from src.engine.machine.lock import remove_lock_files
 from src.engine.machine.platform import KILL
+from src.engine.machine.process import exit_at_once
 from src.engine.machine.ranks import Ranks
 from src.schema import ParallelConfig
 
@@ -188,8 +188,7 @@ def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[
 
 def _exit() -> None:
     """Exit at once with code 1, without running `finally` blocks of the main thread, which may be stuck."""
-    remove_lock_files()
-    os._exit(1)
+    exit_at_once(1)
 
 
 def _is_in_debugger() -> bool:

@@ -76,6 +76,12 @@ def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: Te
     return int(failure["exit_code"])
 
 
+def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
+    """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a run that has ended."""
+    if not (folder / "result.json").exists():
+        record_end(config, folder, "interrupted", f"stopped by {number.name}")
+
+
 def record_end(
     config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
 ) -> None:

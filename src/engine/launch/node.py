@@ -16,13 +16,13 @@ from src.engine.faults.heartbeat import fetch_failures, publish_failure
 from src.engine.launch import nodes
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.launch.rendezvous import POLL_SECONDS, Rendezvous
-from src.engine.launch.supervisor import run_ranks, signal_handlers
+from src.engine.launch.supervisor import run_ranks
 from src.engine.launch.torchrun import node_end
 from src.engine.machine.files import write_text
 from src.engine.machine.lock import is_locked, lock_folder, owner_of
 from src.engine.machine.process import imports_without_gc
 from src.engine.machine.ranks import NodeAddress, host_name
-from src.engine.machine.signals import Stopped, stop_handler
+from src.engine.machine.signals import Stopped, signal_handlers, stop_handler
 from src.schema import Config, ResolvedConfig
 
 if TYPE_CHECKING:

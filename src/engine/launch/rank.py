@@ -17,11 +17,16 @@ from src.engine.faults.heartbeat import publish_failure
 from src.engine.faults.liveness import liveness
 from src.engine.faults.watchdog import Watchdog
 from src.engine.launch.rendezvous import open_store
-from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import imports_without_gc, kill_on_parent_exit
 from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.engine.machine.secrets import HidingFormatter
-from src.engine.machine.signals import Stopped, exit_after_stop_signal, ignore_stop_signals, stop_handler
+from src.engine.machine.signals import (
+    Stopped,
+    exit_after_stop_signal,
+    heeded_signals,
+    ignore_stop_signals,
+    stop_handler,
+)
 from src.schema import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -53,7 +58,7 @@ def run_rank(
     kill_on_parent_exit()
     keep_compiled_code_private()
     stacks = _set_up_output(log_file(folder, ranks.rank), ranks)
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, stop_handler)
     try:
         with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:

@@ -70,6 +70,9 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
     """Raise ValueError if a run cannot continue, or `config` changes settings that must stay (not if resume_strict=false)."""
     if not any((folder / "checkpoints").glob("*.pt")):
         raise ValueError(f"resume={folder}: has no checkpoint; start a new run without resume")
+    for path in (folder / "checkpoints").glob("*.pt"):
+        if path.is_dir():
+            raise ValueError(f"resume={folder}: {path} is a folder; expected a checkpoint file: move the folder away")
     if (job := queued_job(folder)) is not None:
         raise ValueError(f"resume={folder}: Slurm job {job} of this run is in the queue; wait for it, or scancel {job}")
     saved = load_config(folder)

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -28,6 +27,7 @@ from src.engine.machine.process import (
     terminate_descendants,
 )
 from src.engine.machine.ranks import NodeAddress
+from src.engine.machine.signals import heeded_signals, signal_handlers
 from src.schema import ResolvedConfig, ResolvedParallel
 
 # Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits equally long.
@@ -143,7 +143,7 @@ def run_agent(
         rdzv_configs={"rendezvous": rendezvous},
         max_restarts=parallel.max_restarts,  # the library's default is 3
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
-        signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
+        signals_to_handle=",".join(number.name for number in heeded_signals()),
     )
     ended = RankExits(world_size=launch.nproc_per_node if nodes == 1 else 0)
     # The agent passes its own environment to the ranks.
@@ -159,17 +159,3 @@ def run_agent(
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return ended
-
-
-@contextmanager
-def signal_handlers(handler: object) -> Iterator[None]:
-    """Install `handler` for all stop signals during the `with` block (None: none), then restore the previous handlers."""
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        if handler is not None:
-            for number in STOP_SIGNALS:
-                signal.signal(number, handler)  # type: ignore[arg-type]
-        yield
-    finally:
-        for number, old_handler in previous.items():
-            signal.signal(number, old_handler)

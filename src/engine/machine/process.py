@@ -7,6 +7,7 @@ import ctypes
 import gc
 import io
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+
+from src.engine.machine.lock import remove_lock_files
 
 # Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
@@ -120,6 +123,19 @@ def exit_process(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without `finally` blocks and exit handlers, which may block. Lock files and temporary folders are removed."""
+    remove_lock_files()
+    # Where loader workers have their sockets. Not imported here, because this may be any thread at any time.
+    util = sys.modules.get("multiprocessing.util")
+    # A process that multiprocessing has started shares the folder of its parent.
+    if util is not None and sys.modules["multiprocessing"].parent_process() is None:
+        # A full disk takes no folder, if there is none yet.
+        with suppress(OSError):
+            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+    os._exit(code)
 
 
 @contextmanager

@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-from src.engine.machine.lock import remove_lock_files
 from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.process import exit_at_once
 
 ECHO_SECONDS = 0.5  # the same Ctrl-C may arrive twice: from the terminal and from the agent
 
@@ -68,9 +69,27 @@ def _exit_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) ->
         now = time.monotonic()
         stuck_since = (stuck_since or now) if is_stuck() else None
         if stuck_since is not None and now - stuck_since >= seconds:
-            remove_lock_files()
-            os._exit(128 + number)
+            exit_at_once(128 + number)
         time.sleep(min(1.0, seconds / 4))
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process does not ignore. By convention, what `nohup` or `&` ignores stays ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextmanager
+def signal_handlers(handler: object) -> Iterator[None]:
+    """Install `handler` for the heeded signals during the `with` block (None: none), then restore the previous handlers."""
+    previous = {number: signal.getsignal(number) for number in heeded_signals()}
+    try:
+        if handler is not None:
+            for number in previous:
+                signal.signal(number, handler)  # type: ignore[arg-type]
+        yield
+    finally:
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)
 
 
 def ignore_stop_signals() -> None:

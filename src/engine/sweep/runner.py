@@ -18,9 +18,9 @@ from src.engine.jobs.local_job import LocalJob, Watch
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_job import SlurmJob, SlurmQueue
 from src.engine.jobs.warm_server import WarmServer
-from src.engine.launch.supervisor import signal_handlers
 from src.engine.machine import hardware
 from src.engine.machine.lock import lock_folder
+from src.engine.machine.signals import Stopped, signal_handlers
 from src.engine.record.jobs import Job, Jobs, now
 from src.engine.sweep.board import Board
 from src.engine.sweep.points import frozen_config
@@ -47,6 +47,7 @@ class Runner(ABC):
         self._free_bytes = hardware.available_memory()  # while no job runs
         self._alone: set[int] = set()  # jobs that ran out of memory next to others
         self._server = WarmServer()
+        self._is_closing = False
         self._may_start = True  # something has changed since the last try
 
     @abstractmethod
@@ -72,19 +73,24 @@ class Runner(ABC):
 
     def run(self) -> int:
         """Run jobs until none waits, or a signal has ended the running ones. Return the exit code."""
-        with lock_folder(self.jobs.folder), signal_handlers(self._stop), self._board.shown():
+        with signal_handlers(self._stop):
+            with lock_folder(self.jobs.folder), self._board.shown():
+                try:
+                    self._run()
+                finally:
+                    # After an exception, jobs may still run.
+                    for running in self._running.values():
+                        running.send(signal.SIGTERM)
+                    for running in self._running.values():
+                        running.wait()
+                    self._server.close()
+            self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
+            self.jobs.write()
+            self._is_closing = True
             try:
-                self._run()
-            finally:
-                # After an exception, jobs may still run.
-                for running in self._running.values():
-                    running.send(signal.SIGTERM)
-                for running in self._running.values():
-                    running.wait()
-                self._server.close()
-        self.jobs.status = "done" if self.jobs.have_ended else "interrupted"
-        self.jobs.write()
-        return self._close()
+                return self._close()
+            except Stopped as stop:
+                return self._say_stopped(stop.number)
 
     def _run(self) -> None:
         if self.max_jobs != 1 and (why := why_alone(self._scheduler, {self._need(job) for job in self.waiting()})):
@@ -161,6 +167,9 @@ class Runner(ABC):
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or number
+        # While the report is written, there is no job to wait for.
+        if self._is_closing:
+            raise Stopped(number)
         for running in self._running.values():
             running.send(number)
 
