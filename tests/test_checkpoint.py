@@ -233,6 +233,7 @@ def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
     replace = os.replace
     for failing in range(8):
         folder = tmp_path / str(failing) / "checkpoints"
+        folder.parent.mkdir()
         save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
         done: list[Any] = []
 
@@ -326,6 +327,7 @@ def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     for failing in range(6):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
+        run.mkdir()
         save(folder, contents, 1, keep=1, is_best=True)
         done: list[Any] = []
 

@@ -128,6 +128,26 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
     assert train.left_after(10) == []
 
 
+@pytest.mark.parametrize(
+    ("strategy", "command"), [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)]
+)
+def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
+    train: Train, strategy: str, command: str
+) -> None:
+    """Training on would be for nothing, because no file of the run can be found any more."""
+    devices = 1 if strategy == "single" else 2
+    running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", *ENDLESS)
+    running.wait_for_steps()
+    subprocess.run(shlex.split(command.format(running.folder)), check=strategy == "single")
+    running.started = time.monotonic()
+    done = running.finish()
+    assert done.returncode == 1, done.output
+    assert done.seconds < 15
+    assert f"Failed: {running.folder}: " in done.stderr, done.output
+    assert not running.folder.exists()
+    assert train.left_after(5) == []
+
+
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
     from src.train.run import Trainer
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +23,7 @@ from src.engine.faults import heartbeat, watchdog
 from src.engine.faults.failure import RankExits, failure_files, first_failure, write_failure
 from src.engine.faults.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
 from src.engine.faults.liveness import BACKWARD, FORWARD, liveness
+from src.engine.faults.run_folder import RunFolder
 from src.engine.faults.watchdog import judge
 from src.engine.machine.ranks import Ranks, machine_id
 
@@ -268,6 +275,64 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
 def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(tmp_path: Path) -> None:
     records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
     assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _move(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def _replace(folder: Path) -> None:
+    _move(folder)
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+
+
+def _delete_in_part(folder: Path) -> None:
+    """As `rm -rf` leaves it if a rank writes at the same moment."""
+    (folder / "config.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_gone"),
+    [(_delete, True), (_move, True), (_replace, True), (_delete_in_part, True), (lambda folder: None, False)],
+)
+def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], is_gone: bool
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    ended = threading.Event()
+    calls: list[str] = []
+
+    def leave() -> None:
+        calls.append("exit")
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "FOLDER", 0.01)
+    monkeypatch.setattr(watchdog, "_exit", leave)
+    before_exit = partial(calls.append, "before exit")
+    with watchdog.Watchdog(resolved().parallel, folder, Ranks(), None, StringIO(), before_exit) as beats:
+        change(folder)
+        assert ended.wait(5 if is_gone else 0.3) == is_gone
+    assert not beats.alarm
+    assert calls[:2] == (["before exit", "exit"] if is_gone else [])
+
+
+@pytest.mark.parametrize(("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)])
+def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with RunFolder(tmp_path) as folder, monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        assert folder.is_gone() == is_gone
 
 
 LIMIT = 2  # seconds without progress

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.errors import NotFiniteError, RefusedError, UnreadableImageError
+from src.engine.faults.run_folder import GONE
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
@@ -36,6 +37,7 @@ class RankExits:
     exit_codes: dict[int, int] = field(default_factory=dict)
     world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
     oom_kills: int = 0  # processes of this machine that the kernel killed meanwhile for lack of memory
+    folder_problem: str = ""  # why the run folder cannot be used any more: it was deleted or moved
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
@@ -98,6 +100,8 @@ def failure_files(folder: Path) -> list[Path]:
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
     """Return the record of the rank that failed first in the latest attempt, made from its exit code if it wrote none."""
     records = _records(folder)
+    if ended.folder_problem:
+        return record_of(None, folder, ended.folder_problem, exception=GONE)
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     # The store numbers the records that reach it, because the clocks of two hosts differ.

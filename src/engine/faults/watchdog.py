@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from src.engine.faults.failure import write_failure
 from src.engine.faults.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, fetch_failures, publish_failure
 from src.engine.faults.liveness import liveness
+from src.engine.faults.run_folder import GONE, RunFolder
 from src.engine.machine.platform import KILL
 from src.engine.machine.process import exit_at_once
 from src.engine.machine.ranks import Ranks
@@ -32,6 +33,7 @@ SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, sco
 COMPARE = 3.0  # for the other ranks to publish their positions
 WRITE = 10.0  # for the rank that records the failure
 LEAVE = 5.0  # for this rank to exit by itself after a rank of another node failed
+FOLDER = 1.0  # between two looks at the run folder, which must be missing twice
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
@@ -55,10 +57,14 @@ class Watchdog:
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._place = RunFolder(folder)
+        # A second thread, because a network file system may block it for minutes.
+        self._folder_thread = threading.Thread(target=self._watch_folder, name="run-folder", daemon=True)
 
     def __enter__(self) -> Heartbeats:
         self.heartbeats.start()
         self._thread.start()
+        self._folder_thread.start()
         return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
@@ -94,6 +100,25 @@ class Watchdog:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at:
                     self.before_exit()
+                    _exit()
+
+    def _watch_folder(self) -> None:
+        misses = 0
+        while not self._over.wait(FOLDER):
+            misses = misses + 1 if self._place.is_gone() else 0
+            if misses == 2:
+                try:
+                    self.log.write(f"{self._place.problem}\n")
+                    # The other nodes may not share this folder. On this one, the launcher finds that it is gone.
+                    if self.store is not None and self.ranks.nodes > 1:
+                        own = self.heartbeats.mine()
+                        publish_failure(
+                            self.store,
+                            self.heartbeats.record_of(own, f"{own.node_and_rank}: {self._place.problem}", GONE),
+                        )
+                    if self.ranks.is_first_of_node:
+                        self.before_exit()
+                finally:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:

@@ -100,6 +100,8 @@ class LocalJob:
         """Return (status, reason) for a job that exited without a result.json. `error`: the text from reading that file."""
         if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
+        if not self.folder.is_dir():
+            return "failed", f"{self.folder}: this run folder was deleted or moved"
         return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,24 +63,49 @@ def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: Te
     # A signal that arrives while the ranks of a finished run exit does not count.
     if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
         return 0
-    if ended.signal is not None:
+    if ended.signal is not None and not ended.folder_problem:
         name = signal.Signals(ended.signal).name
-        record_end(config, folder, "interrupted", f"stopped by {name}")
+        _try_to_record(config, folder, ended, console, "interrupted", f"stopped by {name}")
         hint = "No checkpoint was saved; to start again, give the same command"
         if any((folder / "checkpoints").glob("*.pt")):
             hint = f"Continue with: python train.py {shlex.quote(f'resume={folder}')}"
         print(f"Stopped by {name}. {hint}", file=console, flush=True)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
-    record_end(config, folder, failure["status"], failure["reason"], failure)
+    # Printed first: result.json may not fit on the disk.
     print(failure_text(failure), file=console, flush=True)
-    return int(failure["exit_code"])
+    _try_to_record(config, folder, ended, console, failure["status"], failure["reason"], failure)
+    return int(failure["exit_code"]) if ended.signal is None else 128 + ended.signal
 
 
 def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
     """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a run that has ended."""
     if not (folder / "result.json").exists():
         record_end(config, folder, "interrupted", f"stopped by {number.name}")
+
+
+def _try_to_record(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any) -> None:
+    """Write result.json, unless the run folder is gone. `outcome`: the further arguments of `record_end`."""
+    if ended.folder_problem:
+        _remove_leftovers(folder)
+        return
+    try:
+        record_end(config, folder, *outcome)
+    except OSError as error:
+        print(f"{folder / 'result.json'}: could not be written ({error.strerror or error})", file=console, flush=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a rank has written into the run folder while the user deleted it, so that `rm -rf` could not finish."""
+    # The config of another run that has taken the name.
+    if (folder / "config.yaml").exists():
+        return
+    for path in failure_files(folder):
+        path.unlink(missing_ok=True)
+    for path in (folder / "checkpoints", folder / "logs", folder):
+        # Not empty, or gone.
+        with suppress(OSError):
+            path.rmdir()
 
 
 def record_end(

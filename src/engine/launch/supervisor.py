@@ -16,6 +16,7 @@ from typing import Protocol
 
 from src.engine.config.compose import ROOT
 from src.engine.faults.failure import RankExits
+from src.engine.faults.run_folder import RunFolder
 from src.engine.launch.rendezvous import BACKEND, Rendezvous, from_parameters, listen_towards
 from src.engine.machine import hardware
 from src.engine.machine.platform import STOP_SIGNALS
@@ -61,11 +62,12 @@ def run_ranks(
     # A command instead of a function: the agent hangs if a function exits with code 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
     oom_kills_before = hardware.oom_kills()
-    with terminate_descendants():
+    with RunFolder(folder) as place, terminate_descendants():
         if config.parallel.has_ranks:
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:
             ended = _run_child(command, config.parallel, start_rank)
+        ended.folder_problem = place.problem if place.is_gone() else ""
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
     # A signal may reach only some ranks, perhaps of another node. They stop all ranks, and exit with 128 + signal.
     stops = {code - 128 for code in ended.exit_codes.values()}

@@ -42,8 +42,9 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
+        # Not the parents: the run folder may have been deleted.
+        folder.mkdir(exist_ok=True)
         summary = _summary(contents)
         sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
@@ -56,7 +57,10 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
             write_text(path.with_suffix(".json"), sidecar)
     # torch reports a full disk as RuntimeError.
     except (OSError, RuntimeError) as error:
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        # The run folder is gone, and with it the file system to ask.
+        if not folder.parent.is_dir():
+            raise
+        free = shutil.disk_usage(folder.parent).free
         raise OSError(
             f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); the run ends here, and earlier "
             "checkpoints are untouched: free some space and continue with resume"
