@@ -176,20 +176,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     train: Train, small_disk: Path, strategy: str
 ) -> None:
     overrides = (
         f"parallel={strategy}",
-        "parallel.devices=2",
+        f"parallel.devices={1 if strategy == 'single' else 2}",
         "checkpoint.every_steps=2",
         "checkpoint.keep=50",
         "train.epochs=50",
     )
     done = train(*overrides, folder=small_disk / "run")
     assert done.returncode == 1, done.output
-    assert ".pt: " in done.stderr and "MiB free" in done.stderr, done.output
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("Failed: ")]
+    assert ".pt: " in line and "MiB free" in line, done.output
+    assert done.result["reason"] == line.removeprefix("Failed: ")
     assert done.seconds < 60
     last = done.folder / "checkpoints" / "last.pt"
     assert checkpoint.load(last)["progress"]["step"] >= 2

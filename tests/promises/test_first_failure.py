@@ -15,9 +15,9 @@ import pytest
 from conftest import resolved
 
 from src.engine.faults import watchdog
-from src.engine.faults.failure import RankExits, failure_record
-from src.engine.faults.heartbeat import Heartbeat, Heartbeats
-from src.engine.launch import node, nodes, supervisor, torchrun
+from src.engine.faults.failure import RankExits, failure_record, record_of
+from src.engine.faults.heartbeat import Heartbeat, Heartbeats, publish_failure, published_failures
+from src.engine.launch import job, node, nodes, supervisor, torchrun
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.machine.ranks import NodeAddress, Ranks
 from src.engine.machine.signals import heeded_signals, signal_handlers
@@ -78,6 +78,56 @@ def test_node_records_the_store_error_when_another_node_never_connects(
     assert capsys.readouterr().err == "node: wait timeout after 300000ms, keys: /facts/1\n"
     result = read_result(tmp_path)
     assert (result.status, result.reason) == ("failed", "wait timeout after 300000ms, keys: /facts/1")
+
+
+FULL = """
+import os, sys
+from pathlib import Path
+from src.engine.faults import failure
+
+def full(path, value):
+    raise OSError(28, "No space left on device")
+
+failure.write_json = full
+record = failure.record_of(0, Path(sys.argv[1]), "the disk is full")
+failure.report_failure(record)
+failure.write_failure(Path(sys.argv[1]), record)
+os._exit(1)
+"""
+
+
+@pytest.mark.processes
+def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_failure_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = resolved("parallel=single")
+    run_child = supervisor._run_child
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    monkeypatch.setattr(supervisor, "_run_child", lambda *given: run_child(command, config.parallel))
+    assert job.run_job(config, tmp_path) == 1
+    assert read_result(tmp_path).reason == "the disk is full"
+    assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
+
+
+def test_reason_is_printed_when_the_disk_takes_no_result_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, result: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(job, "write_result", full)
+    ended = RankExits(exit_codes={0: 1}, records=[record_of(0, tmp_path, "step_24.pt: could not be written")])
+    assert conclude(resolved("parallel=single"), tmp_path, ended) == 1
+    assert "step_24.pt: could not be written" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(tmp_path: Path) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    for reason in ("the disk is full", "exited early with exit code 1"):
+        publish_failure(store, record_of(1, tmp_path, reason))
+    assert [record["reason"] for record in published_failures(store, 2)] == ["the disk is full"]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,18 @@ from hypothesis import strategies as st
 
 from src.engine.faults import heartbeat, watchdog
 from src.engine.faults.failure import RankExits, failure_files, first_failure, write_failure
-from src.engine.faults.heartbeat import NODE_SILENT, START_SILENT, Heartbeat, Heartbeats, publish_failure
+from src.engine.faults.heartbeat import (
+    NODE_SILENT,
+    PUBLISH,
+    START_SILENT,
+    TICK,
+    Heartbeat,
+    Heartbeats,
+    publish_failure,
+)
 from src.engine.faults.liveness import BACKWARD, FORWARD, liveness
 from src.engine.faults.run_folder import RunFolder
-from src.engine.faults.watchdog import judge
+from src.engine.faults.watchdog import LEAVE, judge
 from src.engine.machine.ranks import Ranks, machine_id
 
 if TYPE_CHECKING:
@@ -135,6 +143,13 @@ class Board:
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
+
+    def add(self, key: str, count: int) -> int:
+        self.values[key] = str(int(self.values.get(key, 0)) + count)
+        return int(self.values[key])
+
+    def clone(self) -> Board:
+        return self
 
 
 def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeats, Heartbeats]:
@@ -253,6 +268,7 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
 
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
+    own.mkdir()
     if ranks.rank == 0:
         meeting = store
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -275,6 +291,35 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
 def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(tmp_path: Path) -> None:
     records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
     assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
+
+
+@pytest.mark.parametrize(("exception", "limit"), [("NodeLost", 3.0), ("RuntimeError", LEAVE + 3.0)])
+def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exception: str, limit: float
+) -> None:
+    """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the lost node."""
+    clock, ended = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    board = Board()
+    peer = Heartbeats(Ranks(1, 4, 1, 2, node=0, nodes=2), board, tmp_path)  # type: ignore[arg-type]
+    dog = object.__new__(watchdog.Watchdog)
+    for name, value in {"ranks": peer.ranks, "heartbeats": peer, "before_exit": lambda: None}.items():
+        monkeypatch.setattr(dog, name, value, raising=False)
+    monkeypatch.setattr(watchdog.Watchdog, "limit", 1000)
+    monkeypatch.setattr(watchdog, "_exit", lambda: ended.append(clock[0]))
+
+    class Ticks:
+        def wait(self, seconds: float) -> bool:
+            clock[0] += watchdog.TICK
+            exchange(peer)
+            return bool(ended) or clock[0] > 60
+
+    monkeypatch.setattr(dog, "_over", Ticks(), raising=False)
+    publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
+    dog._watch()
+    assert ended and ended[0] <= limit
+    # Two ticks until the first rank knows, the store's patience, two ticks of its peers, and the launcher's patience.
+    assert 2 * TICK + NODE_SILENT + PUBLISH + 2 * TICK + 2.0 <= 15
 
 
 def _delete(folder: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from src.engine.faults.run_folder import GONE
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
+from src.engine.machine.secrets import hide_in
 from src.engine.machine.text import for_terminal
 from src.schema import ResolvedConfig
 
+# Environment variable of the only rank of a run: the file descriptor at which its launcher reads failure records.
+REPORT = "RUN_FAILURE_DESCRIPTOR"
 # Exit codes of ranks that the agent ends because another rank failed.
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # from torch's message
@@ -38,6 +44,8 @@ class RankExits:
     world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
     oom_kills: int = 0  # processes of this machine that the kernel killed meanwhile for lack of memory
     folder_problem: str = ""  # why the run folder cannot be used any more: it was deleted or moved
+    # Failure records that came through memory, because a full disk takes no files.
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
@@ -86,7 +94,32 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folde
 
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
-    write_json(failure_file(folder, record["rank"]), record)
+    """Write a failure record, which also reaches the launcher in another way. So a full disk only leaves out the file."""
+    path = failure_file(folder, record["rank"])
+    with suppress(OSError):
+        # Not the parents: the run folder may have been deleted.
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, record)
+
+
+@cache
+def report_descriptor() -> int | None:
+    """Return the descriptor of REPORT, which programs that this rank starts must not inherit; None if it has none."""
+    given = os.environ.pop(REPORT, None)
+    return None if given is None else int(given)
+
+
+def report_failure(record: dict[str, Any]) -> None:
+    """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish it there."""
+    descriptor = report_descriptor()
+    if descriptor is not None:
+        os.write(descriptor, json.dumps(hide_in(record)).encode() + b"\n")
+
+
+def reported_failures(descriptor: int) -> list[dict[str, Any]]:
+    """Return the records that a rank, which has exited, has sent through a descriptor of the same file."""
+    lines = os.pread(descriptor, os.fstat(descriptor).st_size, 0).splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def failure_file(folder: Path, rank: int) -> Path:
@@ -99,9 +132,9 @@ def failure_files(folder: Path) -> list[Path]:
 
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
     """Return the record of the rank that failed first in the latest attempt, made from its exit code if it wrote none."""
-    records = _records(folder)
     if ended.folder_problem:
         return record_of(None, folder, ended.folder_problem, exception=GONE)
+    records = [*_records(folder), *ended.records]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     # The store numbers the records that reach it, because the clocks of two hosts differ.

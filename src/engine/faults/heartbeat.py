@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from src.engine.machine.ranks import Ranks, host_name, machine_id
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+NODE_LOST = "NodeLost"  # in place of the name of an exception, in failure records
 # All in seconds.
 TICK = 1.0  # between two heartbeats
 NODE_SILENT = 7.0  # without a heartbeat: the node is dead, stopped, or cut off
@@ -62,6 +64,7 @@ class Heartbeats:
     ticks: int = 0
     alarm: bool = False  # a rank has made no progress for too long
     failed: bool = False  # a rank has published a failure
+    lost: bool = False  # a rank has published that a node is lost, so waiting for that node is useless
     gone: bool = False  # the store has closed: the launcher of node 0 has ended
     is_leaving: bool = False  # this rank has failed and is about to exit
     answered_at: float = field(default_factory=time.monotonic)
@@ -138,7 +141,7 @@ class Heartbeats:
                 lost = [last for last, moved_at in dict(self._nodes).values() if now - moved_at > CAUSE / 2]
                 if lost:
                     reason = f"{lost[0].node_and_rank} exited without a record; it was killed, or its node died"
-                    write_failure(self.folder, self.record_of(lost[0], reason, "NodeLost"))
+                    write_failure(self.folder, self.record_of(lost[0], reason, NODE_LOST))
                 return
             time.sleep(TICK / 4)
 
@@ -179,6 +182,7 @@ class Heartbeats:
             self.failed = True
             if ranks.is_first_of_node:
                 fetch_failures(store, self.folder, ranks.world_size)
+            self.lost = store.check(["lost"])
 
     def _read_node(self, node: int, store: Store) -> None:
         # A node that has not started yet has parallel.start_timeout instead.
@@ -194,10 +198,15 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
 
     def publish() -> None:
         with suppress(RuntimeError):
-            client = store.clone()
-            record["order"] = client.add("failures", 1)
-            client.set(f"failure/{record['rank']}", json.dumps(record))
-            client.set("failed", "")
+            client, key = store.clone(), f"failure/{record['rank']}"
+            # The launcher knows only the exit code, and the rank may have published the reason.
+            if not client.check([key]):
+                record["order"] = client.add("failures", 1)
+                client.set(key, json.dumps(record))
+                client.set("failed", "")
+                # Only the first rank of a node watches the other nodes.
+                if record.get("exception") == NODE_LOST:
+                    client.set("lost", "")
 
     # In a thread, because a call to a store behind a cut link does not return.
     thread = threading.Thread(target=publish, daemon=True)
@@ -207,6 +216,27 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
 
 def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
     """Write the failure records that ranks of all nodes have published into `folder`, which other nodes may not share."""
+    for rank, record in _published(store, world_size):
+        if not failure_file(folder, rank).exists():
+            write_failure(folder, record)
+
+
+def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
+    """Return the failure records that ranks of all nodes have published; [] if the store does not answer."""
+    records: list[dict[str, Any]] = []
+
+    def read() -> None:
+        with suppress(RuntimeError):
+            records.extend(record for _, record in _published(store.clone(), world_size))
+
+    # In a thread, as publish_failure.
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(timeout=PUBLISH)
+    return records
+
+
+def _published(store: Store, world_size: int) -> Iterator[tuple[int, dict[str, Any]]]:
     for rank in range(world_size):
-        if store.check([f"failure/{rank}"]) and not failure_file(folder, rank).exists():
-            write_failure(folder, json.loads(store.get(f"failure/{rank}")))
+        if store.check([f"failure/{rank}"]):
+            yield rank, json.loads(store.get(f"failure/{rank}"))

@@ -16,8 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from src.engine.faults.failure import write_failure
-from src.engine.faults.heartbeat import NODE_SILENT, TICK, Heartbeat, Heartbeats, fetch_failures, publish_failure
+from src.engine.faults.failure import report_failure, write_failure
+from src.engine.faults.heartbeat import (
+    NODE_LOST,
+    NODE_SILENT,
+    TICK,
+    Heartbeat,
+    Heartbeats,
+    fetch_failures,
+    publish_failure,
+)
 from src.engine.faults.liveness import liveness
 from src.engine.faults.run_folder import GONE, RunFolder
 from src.engine.machine.platform import KILL
@@ -98,7 +106,7 @@ class Watchdog:
             # On one machine the agent ends the other ranks. A rank that has failed itself is in `wait_for_cause`.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
                 leave_at = leave_at or now + LEAVE
-                if now > leave_at:
+                if now > leave_at or self.heartbeats.lost:
                     self.before_exit()
                     _exit()
 
@@ -127,7 +135,7 @@ class Watchdog:
         # `finally`: also if the disk is full.
         try:
             self._log_stacks(reason)
-            self._record(lost, f"{reason}; it is dead, stopped, or cut off from the network", "NodeLost")
+            self._record(lost, f"{reason}; it is dead, stopped, or cut off from the network", NODE_LOST)
         finally:
             self.before_exit()
             _exit()
@@ -185,6 +193,7 @@ class Watchdog:
         has_store = failed.node != 0 or self.ranks.node == 0
         if self.store is not None and self.ranks.nodes > 1 and has_store:
             publish_failure(self.store, record)
+        report_failure(record)
         write_failure(self.folder, record)
 
 

@@ -6,16 +6,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.engine.cluster.kubernetes import address_of_pod
 from src.engine.cluster.slurm import NODE_LOST, WARNED, address_of_step
 from src.engine.config.compose import load_config
 from src.engine.faults import failure
-from src.engine.faults.heartbeat import fetch_failures, publish_failure
+from src.engine.faults.heartbeat import publish_failure, published_failures
 from src.engine.launch import nodes
 from src.engine.launch.job import conclude, prepare, record_end
-from src.engine.launch.rendezvous import POLL_SECONDS, Rendezvous
+from src.engine.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_store
 from src.engine.launch.supervisor import run_ranks
 from src.engine.launch.torchrun import node_end
 from src.engine.machine.files import write_text
@@ -119,7 +119,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     except Stopped as stop:  # before the first rank has started
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        _wait_for_cause(_ranks_store(rendezvous.store), folder, config.parallel.devices)
+        ended.records = _wait_for_cause(ranks_store(rendezvous.store, 0), folder, config.parallel.devices)
     code = conclude(config, folder, ended)
     has_progress = _checkpoints(folder) != checkpoints_before
     if code == WARNED and _is_restart() and not has_progress:
@@ -160,8 +160,8 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
         if not failure.failure_file(folder, rank).exists() and code not in failure.ENDED_BY_AGENT:
             record = failure.failure_of_exit_code(folder, rank, code, ended.oom_kills)
             record["reason"] += f" on {host_name()}"
-            publish_failure(_ranks_store(rendezvous.store), record)
-    print(node_end(address.node, folder), file=sys.stderr, flush=True)
+            publish_failure(ranks_store(rendezvous.store, 0), record)
+    print(node_end(address.node, folder, ended), file=sys.stderr, flush=True)
     return 1
 
 
@@ -174,20 +174,18 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     return rendezvous
 
 
-def _ranks_store(store: Store) -> Store:
-    """Return a view of `store` with the prefix of the ranks' keys. Ranks of several nodes never restart: attempt 0."""
-    from torch.distributed import PrefixStore
+def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost connection.
 
-    return PrefixStore("attempt_0", store)
-
-
-def _wait_for_cause(store: Store, folder: Path, world_size: int) -> None:
-    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost connection."""
+    Return the failure records that ranks of all nodes have published. Ranks of several nodes never restart: attempt 0.
+    """
+    records: list[dict[str, Any]] = []
     for _ in range(20):
-        fetch_failures(store, folder, world_size)
-        if failure.cause_is_known(folder):
-            return
+        records = published_failures(store, world_size)
+        if failure.cause_is_known(folder) or not all(record["is_echo"] for record in records):
+            break
         time.sleep(REPORT_SECONDS / 20)
+    return records
 
 
 def _checkpoints(folder: Path) -> set[str]:

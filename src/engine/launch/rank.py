@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from src.engine.config.compose import load_config
-from src.engine.faults.failure import failure_record, log_file, write_failure
+from src.engine.faults.failure import failure_record, log_file, report_descriptor, report_failure, write_failure
 from src.engine.faults.heartbeat import publish_failure
 from src.engine.faults.liveness import liveness
 from src.engine.faults.watchdog import Watchdog
@@ -56,6 +56,7 @@ def run_rank(
 ) -> int:
     """Call `run` under the watchdog, with logs and failure records. Return the exit code. `before_exit`: called by the watchdog."""
     kill_on_parent_exit()
+    report_descriptor()
     keep_compiled_code_private()
     stacks = _set_up_output(log_file(folder, ranks.rank), ranks)
     for number in heeded_signals():
@@ -77,6 +78,7 @@ def run_rank(
                 record = failure_record(error, config, ranks, folder)
                 if store is not None:
                     publish_failure(store, record)
+                report_failure(record)
                 write_failure(folder, record)
                 if record["is_echo"] and ranks.nodes > 1:
                     heartbeats.wait_for_cause()

@@ -16,7 +16,7 @@ from src.engine.machine.process import imports_without_gc
 from src.engine.machine.ranks import NodeAddress, Ranks, host_name
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 LOOPBACK = "127.0.0.1"  # address of a run on one machine
@@ -102,7 +102,6 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
 def open_store(ranks: Ranks) -> PrefixStore:
     """Connect this rank to the store of the run. torch's agent hosts the store; without an agent, rank 0 does."""
     with imports_without_gc():
-        from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
     if (address := os.environ.get("MASTER_ADDR")) is not None:
@@ -114,8 +113,15 @@ def open_store(ranks: Ranks) -> PrefixStore:
         store = _host_store(endpoint) if ranks.is_first else _join(endpoint, COMPOSE_TIMEOUT.total_seconds())
     if ranks.nodes > 1:
         os.environ.update(listen_towards(address))
+    return ranks_store(store, ranks.restart_count)
+
+
+def ranks_store(store: Store, attempt: int) -> PrefixStore:
+    """Return a view of the run's store with the prefix of the ranks' keys."""
+    from torch.distributed import PrefixStore
+
     # After a restart the agent's store still has the addresses of ranks that died, so each attempt needs new keys.
-    return PrefixStore(f"attempt_{ranks.restart_count}", store)
+    return PrefixStore(f"attempt_{attempt}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:

@@ -12,14 +12,15 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from src.engine.config.compose import ROOT
-from src.engine.faults.failure import RankExits
+from src.engine.faults.failure import REPORT, RankExits, reported_failures
+from src.engine.faults.heartbeat import published_failures
 from src.engine.faults.run_folder import RunFolder
-from src.engine.launch.rendezvous import BACKEND, Rendezvous, from_parameters, listen_towards
+from src.engine.launch.rendezvous import BACKEND, Rendezvous, from_parameters, listen_towards, ranks_store
 from src.engine.machine import hardware
-from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.platform import STOP_SIGNALS, open_memory
 from src.engine.machine.process import (
     LAUNCHER,
     SAFE_PATH,
@@ -49,7 +50,7 @@ StartRank = Callable[[list[str], dict[str, str]], Child]  # from the rank's comm
 
 
 def start_command(command: list[str], environment: dict[str, str]) -> Child:
-    return subprocess.Popen(command, env=environment)
+    return subprocess.Popen(command, env=environment, pass_fds=[int(environment[REPORT])])
 
 
 def run_ranks(
@@ -96,7 +97,8 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
 def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command) -> RankExits:
     """Run `command` as one process and return its exit. It shares the terminal, so that a debugger works in it."""
     ended = RankExits(world_size=1)
-    child = start_rank(command, _environment(parallel))
+    report = open_memory()
+    child = start_rank(command, _environment(parallel) | {REPORT: str(report.fileno())})
     # Popen.wait below cannot get a time limit after it has begun.
     killer = threading.Timer(GRACE_SECONDS, child.kill)
     has_limit = False
@@ -115,6 +117,8 @@ def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: Start
     with signal_handlers(forward):
         code = child.wait()
     killer.cancel()
+    with report:
+        ended.records = reported_failures(report.fileno())
     if code != 0:
         ended.exit_codes[0] = code
     return ended
@@ -160,4 +164,15 @@ def run_agent(
             ended.signal = int(error.sigval)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+    if ended.exit_codes and nodes == 1:
+        ended.records = _failures_of_last_attempt(rendezvous, parallel)
     return ended
+
+
+def _failures_of_last_attempt(rendezvous: Rendezvous, parallel: ResolvedParallel) -> list[dict[str, Any]]:
+    """Return the failure records in the store of a run on this machine."""
+    for attempt in range(parallel.max_restarts, -1, -1):
+        store = ranks_store(rendezvous.store, attempt)
+        if records := published_failures(store, parallel.devices):
+            return records
+    return []

@@ -9,12 +9,15 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from src.engine.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
+from src.engine.faults.heartbeat import published_failures
+from src.engine.faults.run_folder import RunFolder
 from src.engine.launch import nodes
 from src.engine.launch.job import conclude, prepare
 from src.engine.launch.rank import RankMain, run_rank
@@ -58,28 +61,36 @@ def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ra
 def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
     """Train as this rank and return the exit code. After a failure, the rank that failed first completes result.json."""
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 redirect their stderr to their log
+    place = RunFolder(folder)
+
+    def failed() -> RankExits:
+        # The store is on node 0. Another node may have lost the connection.
+        records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
+        return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
 
     def report_end(ended: RankExits) -> int:
         if ranks.node == 0:
             return conclude(config, folder, ended, console)
         if ranks.is_first_of_node:
-            print(node_end(ranks.node, folder), file=console, flush=True)
+            print(node_end(ranks.node, folder, ended), file=console, flush=True)
         return 1
 
-    code = run_rank(run, config, folder, ranks, store, lambda: report_end(RankExits()))
+    code = run_rank(run, config, folder, ranks, store, lambda: report_end(failed()))
     if code > 128 and ranks.is_first:
-        return report_end(RankExits(signal=code - 128))
+        return report_end(replace(failed(), signal=code - 128))
     if 0 < code < 128:
         time.sleep(1)  # for the records of ranks that fail at the same time
-        failed_first = first_failure(folder, RankExits())["rank"] == ranks.rank
+        ended = failed()
+        rank = first_failure(folder, ended)["rank"]
+        failed_first = ranks.is_first if rank is None else ranks.rank == rank
         if failed_first if ranks.nodes == 1 else ranks.is_first_of_node:
-            report_end(RankExits())
+            report_end(ended)
     return code
 
 
-def node_end(node: int, folder: Path) -> str:
+def node_end(node: int, folder: Path, ended: RankExits) -> str:
     """Return the last console line of a failed run on a node other than 0: the reason, and the folder of its logs."""
-    reason = first_failure(folder, RankExits())["reason"]
+    reason = first_failure(folder, ended)["reason"]
     return f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in {host_name()}:{folder / 'logs'}"
 
 

@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 WINDOWS = sys.platform == "win32"
 STOP_SIGNALS = tuple(
@@ -27,6 +29,13 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def open_memory() -> IO[bytes]:
+    """Open a file without a name for a child process to write to: in memory on Linux, where the disk may be full."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("report"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def peak_memory() -> int:
