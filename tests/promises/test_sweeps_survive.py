@@ -16,7 +16,7 @@ from src.engine.jobs import local_job as child
 from src.engine.jobs import slurm_array as array
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_array import update
-from src.engine.jobs.warm_server import WarmServer
+from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
 from src.engine.machine.hardware import CudaDevice
@@ -120,6 +120,33 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     jobs = frozen(tmp_path, "seed=1,2,3")
     assert Sweep(jobs).run() == 1
     assert (statuses(tmp_path), read_jobs(tmp_path).status) == (["done", "interrupted", "done"], "interrupted")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")])
+def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
+) -> None:
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
+    monkeypatch.setattr(child, "job_command", lambda folder: command)
+    assert Sweep(frozen(tmp_path, "seed=1,2")).run() == 1
+    jobs = read_jobs(tmp_path).jobs
+    assert [job.status for job in jobs] == ["failed", "failed"]
+    assert all(number.name in job.reason and part in job.reason for job in jobs)
+
+
+@pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
+def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(tmp_path: Path, is_lost: bool, status: str) -> None:
+    """A job that exits with an error by itself, after its result was written, has failed."""
+    [job] = frozen(tmp_path, "seed=1").jobs
+    server = WarmServer()
+    running = child.LocalJob(job, tmp_path / "0", None, server)
+    running._process = ForkedJob(server, 1)
+    running._process.returncode, running._process.is_lost = -signal.SIGKILL, is_lost
+    write_result(tmp_path / "0", Result("done"))
+    assert running.has_left()
+    running.conclude(None)
+    assert job.status == status
 
 
 @pytest.mark.processes

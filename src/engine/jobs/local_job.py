@@ -102,6 +102,11 @@ class LocalJob:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
+        if self.exit_code() == -KILL:
+            reason = "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or fewer workers"
+            return "failed", f"{reason}, or sweep.jobs=1"
+        if self.exit_code() < 0:
+            return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
         return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:
@@ -133,7 +138,9 @@ class LocalJob:
         before = (result.status, result.neighbours)
         # A signal may arrive after the result was written.
         was_signaled = self._prune_reason or stopped_by is not None
-        if self.exit_code() != 0 and result.status == "done" and not was_signaled:
+        # The kernel kills a job with its fork server, perhaps while the job exits.
+        is_lost = isinstance(self._process, ForkedJob) and self._process.is_lost
+        if self.exit_code() != 0 and result.status == "done" and not was_signaled and not is_lost:
             job.status, job.reason = "failed", f"exit code {self.exit_code()} after its result was written"
             return result
         if self._prune_reason and result.status == "interrupted":
