@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import create_dataset
+from torch import Tensor
 
 from src.engine.data.dataset import ImageDataset, Sample
-from src.engine.data.decode import decode, from_pil
+from src.engine.data.decode import decode, decode_file, from_pil
 from src.engine.data.tar_index import read_splits
 from src.schema import DataConfig
 
@@ -39,8 +40,12 @@ class TimmImages(ImageDataset):
             self.class_names = sorted(numbers, key=numbers.__getitem__)
         else:
             datasets = [_create(config, name, download=download) for name in names]
+            for dataset in datasets:
+                # torchvision would open files of any format that Pillow knows.
+                if hasattr(dataset, "loader"):
+                    dataset.loader = _load_file
             first, _ = datasets[0][0]
-            self.in_chans = 1 if first.mode in ("L", "1") else 3
+            self.in_chans = 1 if not isinstance(first, Tensor) and first.mode in ("L", "1") else 3
             splits = [TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB") for dataset in datasets]
             self.class_names = [str(name) for name in datasets[0].classes]
         self.train, self.val = splits[0], splits[1]
@@ -48,7 +53,7 @@ class TimmImages(ImageDataset):
 
 
 class TorchvisionSplit:
-    """A split of a torchvision dataset, whose items are PIL images and labels."""
+    """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of `_load_file`."""
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
@@ -58,7 +63,7 @@ class TorchvisionSplit:
 
     def __getitem__(self, index: int) -> Sample:
         image, label = self.dataset[index]
-        return from_pil(image, self.mode), int(label)
+        return image if isinstance(image, Tensor) else from_pil(image, self.mode), int(label)
 
 
 class HubSplit:
@@ -74,6 +79,11 @@ class HubSplit:
         file, label, *_ = self.reader[index]
         with file:
             return decode(file.read(), f"image {index} of {self.reader.split}"), int(label)
+
+
+def _load_file(path: str | Path) -> Tensor:
+    """Decode an image file of a torchvision dataset."""
+    return decode_file(Path(path))
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:

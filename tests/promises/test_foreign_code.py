@@ -6,19 +6,30 @@ import ast
 import os
 import pickle
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Refuse, conf, parse
+from PIL import EpsImagePlugin, Image
 
 from src.data.datasets import build_dataset
+from src.data.timm_datasets import TimmImages
 from src.engine.config.compose import ROOT, compose_command
+from src.engine.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
+from src.engine.data.decode import Files
 from src.engine.data.decode import decode_file as decode
+from src.engine.data.image_check import ImageReader
+from src.engine.data.loader import BatchFetcher
+from src.engine.data.samplers import IndexBatch
+from src.engine.errors import UnreadableImageError
 from src.engine.launch.job import job_command
 from src.engine.runtime import checkpoint
 from src.schema import DataConfig, ModelConfig
@@ -249,6 +260,77 @@ def test_decode_refuses_pickles_and_decompression_bombs_named_like_images(tmp_pa
     with pytest.raises(ValueError, match="bomb"):
         decode(tmp_path / "bomb.png")
     assert not mark.exists()
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put a program `gs` into PATH. The test fails if it was started."""
+    mark, program = tmp_path / "started", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    yield mark
+    assert not mark.exists(), "Ghostscript was started"
+
+
+def test_image_formats_are_those_of_the_file_names_that_are_read() -> None:
+    Image.init()
+    assert {Image.registered_extensions()[suffix] for suffix in IMAGE_SUFFIXES} == set(IMAGE_FORMATS)
+
+
+def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(tmp_path: Path, ghostscript: Path) -> None:
+    """In training, prediction and check_data, from an image folder and from torchvision's."""
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "train" / name / "0.png")
+    evil = tmp_path / "train" / "b" / "1.png"
+    evil.write_bytes(POSTSCRIPT)
+    with pytest.raises(UnreadableImageError, match=r"1\.png"):
+        decode(evil)
+    config = DataConfig(name="torch/image_folder", root=str(tmp_path))
+    images = TimmImages(config, val_split="train")
+    assert images.in_chans == 3 and images.train[0][0].shape == (3, 32, 32)
+    with pytest.raises(UnreadableImageError, match=r"1\.png"):
+        images.train[2]
+    checked = ImageReader(images)["train", 2]
+    assert "1.png" in checked.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, "gs"),
+        struct.error("unpack requires 4 bytes"),
+        SyntaxError("broken PNG file"),
+        Image.DecompressionBombError("too large"),
+        KeyError(7),
+        AssertionError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_any_error_of_a_decoder_makes_the_image_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """So data.on_error decides, and check_data lists the image."""
+
+    def fail(image: Any) -> None:
+        raise error
+
+    Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    with pytest.raises(UnreadableImageError, match=r"0\.png: not a readable image \(.+\)") as refusal:
+        decode(tmp_path / "0.png")
+    assert "\n" not in str(refusal.value)
+    split = Files([(tmp_path / "0.png", 0)])
+    dataset: Any = SimpleNamespace(train=split, class_names=["a"])
+    assert ImageReader(dataset)["train", 0].error
+    _, labels, unreadable, _ = BatchFetcher(split, 1, None, 0, "skip").read(IndexBatch(0, np.array([0])))
+    assert len(labels) == 0 and unreadable == [0]
 
 
 @pytest.mark.processes

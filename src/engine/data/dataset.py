@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+# Pillow's names of the formats of these suffixes. Pillow looks at a file's content alone, and for others it may start
+# programs: Ghostscript for PostScript.
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 
 class Split(Protocol):

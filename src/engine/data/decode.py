@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from src.engine.data.dataset import Sample
+from src.engine.data.dataset import IMAGE_FORMATS, Sample
 from src.engine.data.fractions import Listing
 from src.engine.errors import UnreadableImageError
 
@@ -36,11 +36,22 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with open_image(encoded) as image:
             return from_pil(image, mode)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = "not an image format that PIL reads" if "BytesIO" in str(error) else str(error)
+    except UnidentifiedImageError:
+        reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
         raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+    except MemoryError:
+        raise
+    # Pillow's decoders raise many types for a damaged file.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+
+
+def open_image(encoded: bytes) -> Image.Image:
+    """Open an image file's bytes with Pillow, if they have one of the formats that this project reads."""
+    return Image.open(io.BytesIO(encoded), formats=IMAGE_FORMATS)
 
 
 @cache

@@ -15,13 +15,13 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
 from src.engine.data.dataset import ImageDataset
+from src.engine.data.decode import open_image
 from src.engine.data.folder import first
 from src.engine.errors import UnreadableImageError
 from src.engine.machine.files import write_text
@@ -80,7 +80,7 @@ class ImageReader(Dataset[CheckedImage]):
         content, mode = image.numpy().tobytes() + str(image.shape).encode(), f"{len(image)} channels"
         if files:
             content = path.read_bytes()
-            with suppress(OSError, Image.DecompressionBombError), Image.open(io.BytesIO(content)) as header:
+            with suppress(Exception), open_image(content) as header:
                 mode = header.mode
         _, height, width = image.shape
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
