@@ -17,11 +17,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Refuse, Train, read_lines, resolved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from src.engine.keys import TrackerConfig
 from src.engine.machine import process
 from src.engine.machine.ranks import Ranks
+from src.engine.record import recorder
+from src.engine.record.confusion import draw_confusion
+from src.engine.record.console import Console
 from src.engine.trackers import tracker as trackers
 from src.engine.trackers.tracker import Channel, Tracker
 from src.schema import Config, ResolvedConfig
@@ -115,6 +121,37 @@ def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_p
     assert {(shape[2], kind) for _, shape, kind in images} == {(3, "uint8")}
     assert Kept.calls[0] == ("start", 0)
     assert Kept.calls[-1][:2] == ("end", "done") and Kept.calls[-1][2]["images_per_sec"] > 0
+
+
+def test_picture_that_cannot_be_drawn_is_a_warning_and_the_tracker_still_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("the accident of this test")
+
+    monkeypatch.setattr(recorder, "draw_confusion", fail)
+    monkeypatch.setattr("torchvision.utils.make_grid", fail)
+    made = recorder.Recorder(config_with(kept=Kept), tmp_path, True, Console(False, 1, 0), 0)
+    made.images(torch.zeros(2, 3, 8, 8), torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    result: Any = SimpleNamespace(steps=4, status="done", throughput={}, seconds={})
+    made.end(result, {"val": torch.eye(2)}, ["a", "b"])
+    made.close()
+    assert [call[0] for call in Kept.calls] == ["start", "end"]
+    lines = [record.getMessage() for record in caplog.records if record.name == recorder.__name__]
+    assert len(lines) == 2 and "train/images" in lines[0] and "val/confusion" in lines[1]
+    assert all("the accident of this test" in line for line in lines)
+
+
+@given(
+    st.lists(
+        st.text(max_size=30) | st.sampled_from(["red\nrose", "\x1b[31m", "\r\n", "\udce4", ""]), min_size=1, max_size=4
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None:
+    """A folder or a CSV file may name a class with line breaks, control characters or bytes that are not UTF-8."""
+    pixels = draw_confusion(np.eye(len(names), dtype=np.int64), names)
+    assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
 
 
 def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(

@@ -41,6 +41,10 @@ def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
 
 
 def _printable(name: str) -> str:
-    """Shorten a class name and replace bytes that are not UTF-8, which a folder name may contain."""
-    text = name.encode(errors="replace").decode()
+    """Escape control characters and bytes that are not UTF-8, which a class name may contain, and shorten the name.
+
+    Pillow raises an error for a rotated text of several lines.
+    """
+    shown = (letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
+    text = "".join(shown)
     return text if len(text) <= 24 else text[:23] + "…"

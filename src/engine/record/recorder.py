@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,14 @@ class Recorder:
             from torchvision.utils import make_grid
 
             shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
-            if shown.shape[1] not in (1, 3):
-                shown = shown[:, :1]
-            # Enlarge tiny images.
-            if shown.shape[-1] < 64:
-                shown = torch.nn.functional.interpolate(shown, scale_factor=4)
-            grid = (make_grid(shown, nrow=8) * 255).clamp(0, 255).to(torch.uint8)
-            self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
+            with self._picture("train/images"):
+                if shown.shape[1] not in (1, 3):
+                    shown = shown[:, :1]
+                # Enlarge tiny images.
+                if shown.shape[-1] < 64:
+                    shown = torch.nn.functional.interpolate(shown, scale_factor=4)
+                grid = (make_grid(shown, nrow=8) * 255).clamp(0, 255).to(torch.uint8)
+                self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
 
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
         """Log a line with the mean training metrics of an epoch, and the metrics of the newest evaluation, if any."""
@@ -86,8 +88,9 @@ class Recorder:
         if not self.enabled:
             return []
         for split, counts in confusions.items():
-            image = draw_confusion(counts.cpu().numpy(), classes)
-            self._track("image", f"{split}/confusion", result.steps, image)
+            matrix = counts.cpu().numpy()
+            with self._picture(f"{split}/confusion"):
+                self._track("image", f"{split}/confusion", result.steps, draw_confusion(matrix, classes))
         self._track("end", result.status, finite_numbers(result.throughput | result.seconds))
         return [mask(channel.tracker.view) for channel in self._trackers if channel.tracker.view]
 
@@ -100,6 +103,15 @@ class Recorder:
             until = time.monotonic() + min(END_SECONDS, self._timeout / 2)
             for channel in self._trackers:
                 channel.close(until)
+
+    @contextmanager
+    def _picture(self, name: str) -> Iterator[None]:
+        """Log a warning if the code below `with` cannot draw a picture: a run needs its numbers, but no picture."""
+        try:
+            yield
+        except Exception as error:
+            reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            log.warning("%s could not be drawn (%s); the run continues without this picture", name, reason)
 
     def _track(self, method: str, *arguments: Any) -> None:
         for channel in self._trackers:
