@@ -372,3 +372,33 @@ def test_metrics_log_flushes_each_line_immediately(tmp_path: Path) -> None:
     log.write(1, loss=0.5)
     assert logged(path) == [(1, 0.5)]
     log.close()
+
+
+DAMAGE = st.one_of(
+    st.binary(min_size=1, max_size=40).map(lambda noise: noise.replace(b"\n", b"") or b"\0"),
+    st.sampled_from([b"\0" * 300, b"\xff\xfe", b"[" * 100_000, b"[1]", b'{"loss": 1}', b'{"step": null}', b"NaN"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(damage=DAMAGE, position=st.integers(0, 4))
+def test_metrics_log_keeps_all_lines_around_a_damaged_line_when_a_run_resumes(damage: bytes, position: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        lines = [json.dumps({"step": step, "loss": step / 10}).encode() for step in (1, 2, 3, 4)]
+        path.write_bytes(b"".join(line + b"\n" for line in [*lines[:position], damage, *lines[position:]]))
+        expected = [(step, step / 10) for step in (1, 2, 3, 4)]
+        assert logged(path) == expected
+        MetricsLog(path, resume_step=3).close()
+        assert logged(path) == expected[:3]
+
+
+def test_reading_damaged_metrics_logs_the_number_of_skipped_lines_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 0.5}\n\0\0\n\xff\n{"step": 2, "loss": 0.5}\n{"step": 3, "lo')
+    for _ in range(2):
+        assert logged(path) == [(1, 0.5), (2, 0.5)]
+    [record] = caplog.records
+    assert (record.levelname, record.args) == ("WARNING", (path, "2 damaged lines"))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from src.engine.machine.files import finite, read_json, write_json, write_text
+from src.engine.machine.text import plural
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
 
@@ -123,10 +127,33 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of a metrics.jsonl file. Skips a last line that a crash cut off."""
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+    """Yield the parsed lines of a metrics.jsonl file. Skips damaged lines, and logs how many.
+
+    An incomplete last line is no damage: a crash cut it off, or the run is writing it.
+    """
+    skipped = 0
+    with open(path, "rb") as file:
+        for text in file:
+            line = _parsed(text)
+            if line is not None:
+                yield line
+            elif text.endswith(b"\n"):
+                skipped += 1
+    if skipped:
+        _warn_of_damage(path, skipped)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics.jsonl; None if it is no JSON object with a step."""
+    try:
+        line = json.loads(text)
+    # RecursionError: thousands of opening brackets.
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+# Cached, because a search reads the same file after every evaluation.
+@cache
+def _warn_of_damage(path: Path, skipped: int) -> None:
+    log.warning("%s: skipped %s, which cannot be read", path, plural(skipped, "damaged line"))
