@@ -508,7 +508,9 @@ class Config:
     task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")
     tags: list[str] = key([], help="Labels of your own, stored with the run.")
     seed: int = number(42, ge=0, le=2**63 - 1, help="Seed of weights, sample order, augmentation and dropout.")
-    resume: str | None = key(None, help="Folder; auto: task_name's newest unfinished run; auto_or_new: or a new one.")
+    resume: str | None = key(
+        None, help="Run folder; auto: newest unfinished run; auto_or_new: of task_name, or a new one."
+    )
     resume_strict: bool = key(True, help="false: a resume may change model, data, seed and optimizer.")
     optimized_metric: str | None = key(None, help="Metric that a search optimizes; null: the best checkpoint.metric.")
     print_config: bool | str = choice(True, True, False, "full", help="Print changed keys (true), all (full) or none.")

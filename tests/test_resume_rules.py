@@ -37,6 +37,7 @@ class Main:
     saves: bool = True
     code: int = 0
     ran: list[Path] = field(default_factory=list)
+    out: str = ""  # stdout of the last call
 
     def __call__(self, *overrides: str) -> tuple[int, str]:
         return self.command(overrides)
@@ -69,7 +70,8 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
         capsys.readouterr()
         code = entry.main()
-        return code, capsys.readouterr().err
+        runner.out, err = capsys.readouterr()
+        return code, err
 
     runner = Main(command)
     monkeypatch.setattr(job, "run_job", runner.run)
@@ -259,12 +261,32 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
         assert after == before
 
 
-def test_resume_auto_suggests_the_closest_run_when_none_is_unfinished(
-    main: Main,
-) -> None:
+def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(main: Main) -> None:
+    digits = main.start("2026-01-01/09-00-00")
+    flowers = main.start("x", "task_name=flowers", "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00")
+    main.start("x", "task_name=done", "hydra.run.dir=outputs/done/2026-01-03/09-00-00", status="done")
+    # A job of a sweep is continued by its sweep.
+    job_of_sweep = main.start("x", "hydra.run.dir=outputs/my/sweep/0")
+    (job_of_sweep.parent / "jobs.json").write_text("{}")
+    main.status = "interrupted"
+    for overrides, expected in (
+        (("resume=auto",), flowers),
+        (("resume=auto", "print_config=false", "task_name=train"), digits),
+        (("resume=auto_or_new",), digits),
+        ((*OVERRIDES, "resume=auto"), digits),
+    ):
+        code, err = main(*overrides)
+        assert (code, err) == (0, "")
+        assert main.ran[-1].resolve() == expected, overrides
+        assert f"{expected.relative_to(Path.cwd())}\n" in main.out
+    assert load_config(flowers).task_name == "flowers"
+
+
+def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
+    assert main("resume=auto")[0] == 2
     other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
-    code, err = main("resume=auto")
+    code, err = main("resume=auto", "task_name=train")
     assert code == 2 and len(err.splitlines()) == 1
     assert f"resume={other.relative_to(Path.cwd())}" in err and "task_name=k" in err and "auto_or_new" in err
     assert main("resume=auto", "task_name=k")[0] == 0

@@ -1,4 +1,8 @@
-"""Choice and check of the run that `resume=<run folder>|auto|auto_or_new` continues."""
+"""Choice and check of the run that `resume=<run folder>|auto|auto_or_new` continues.
+
+auto takes the newest unfinished run of all tasks, or of `task_name` if that is on the command line; with training keys, the
+newest run of the config's task that has exactly this config. auto_or_new, for job files, always stays within the task.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +47,29 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
     command = compose_command(arguments)
     if _has_training_keys(arguments):
         return command
-    folder = remembered or next(_unfinished(command.config), None)
+    has_task = any(item.lstrip("+").startswith("task_name=") for item in overrides)
+    task = command.config.task_name if has_task or resume == "auto_or_new" else "*"
+    folder = remembered or next(_unfinished(command.config, task), None)
     if folder is None:
-        _refuse_or_start(command.config, f"no unfinished run of {command.config.task_name}", None)
+        where = f"in {command.config.paths.output_dir}" if task == "*" else f"of {task}"
+        _refuse_or_start(command.config, f"no unfinished run {where}", None)
     else:
         command = compose_command(arguments, _saved_settings(folder, overrides))
+        if remembered is None:
+            _show_choice(resume, folder)
     command.config.resume = None if folder is None else str(folder)
     return command
 
 
 def folder_to_resume(config: ResolvedConfig) -> Path | None:
-    """Return the run folder that `resume` names or, with auto, the newest unfinished run with this config; None: new run."""
+    """Return the run folder that `resume` names or, with auto, the task's newest unfinished run with this config; None: new run."""
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
     nearest = None
     for folder in _unfinished(config):
         changes = [each for each in _changes(config, load_config(folder)) if not _is_part_of(each[0], NOT_TRAINING)]
         if not changes:
+            _show_choice(config.resume, folder)
             return folder
         nearest = nearest or (folder, changes[0])
     _refuse_or_start(config, f"no unfinished run of {config.task_name} with exactly this config", nearest)
@@ -123,10 +133,17 @@ def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
         try:
             if read_status(folder) == "done" or is_locked(folder) or queued_job(folder):
                 continue
+            # The sweep continues its jobs.
+            if any((parent / "jobs.json").is_file() for parent in folder.parents[:3]):
+                continue
             load_config(folder)
             yield folder
         except ValueError as error:
             print(f"resume=auto: skipped {folder}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+
+
+def _show_choice(resume: str, folder: Path) -> None:
+    print(f"resume={resume}: continues {folder}", flush=True)
 
 
 def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None) -> None:
@@ -153,7 +170,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.
         checkpoints = [path for runs in ("*", "*/*", "*/*/*") for path in folder.glob(f"{runs}/checkpoints/last.pt")]
         newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
-        hint = f"resume={newest.parent.parent}, the newest run in it" if newest else "a folder below outputs/"
+        hint = f"resume={newest.parent.parent}, the newest run in it" if newest else "auto, or a folder below outputs/"
         raise ValueError(
             f"resume={folder}: not a run folder (it has no config.yaml that can be read); give {hint}"
         ) from None
