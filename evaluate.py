@@ -49,7 +49,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     ranks = ranks_from_environment(os.environ)
     config = evaluation_config(given.run, overrides, ranks)
-    check_data(config.data, None if given.run is None else given.split)
+    check_data(config, None if given.run is None else given.split)
     if config.parallel.has_ranks and ranks is None:
         from src.engine.launch.torchrun import start_as_ranks
 

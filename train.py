@@ -106,7 +106,7 @@ def _parse(command_line: list[str]) -> Any:
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:
     """Compose and check the config, create or reopen the run folder, start the ranks (under torchrun: run rank 0)."""
-    from src.data.check import check_data
+    from src.data.check import check_batch, check_data
     from src.engine.cluster.slurm import check_scheduler, submit
     from src.engine.config.compose import run_in_hydra
     from src.engine.config.resolve import notices, resolve
@@ -118,10 +118,11 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
 
     remembered = remembered_folder(ranks)
     command = compose_run(arguments, remembered)
-    # On a cluster, the job checks the data.
-    if command.config.cluster.scheduler == "local":
-        check_data(command.config.data)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    # On a cluster, the job checks the data.
+    if config.cluster.scheduler == "local":
+        check_data(config)
+        check_batch(config)
     for line in notices(command.config, config, ranks.world_size if ranks else None):
         print(line, flush=True)
     if ranks is not None:

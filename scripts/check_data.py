@@ -3,9 +3,9 @@
     python scripts/check_data.py data=folder data.root=/data/flowers
     python scripts/check_data.py data=csv data.root=/data/flowers/labels.csv data.val_fraction=0.2 page=flowers.html
 
-Finds unreadable images, exact duplicates within a split and across splits, equal images with different labels, and classes
-without an image in a split. Shows class counts, sizes and modes. Takes train.py's keys. Exit code: 0 no problem, 1 problems, 2
-the request is refused.
+Finds unreadable images, exact duplicates within a split and across splits, groups in two splits, equal images with different
+labels, and classes without an image in a split. Shows class counts, sizes and modes. Takes train.py's keys. Exit code: 0 no
+problem, 1 problems, 2 the request is refused.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def main(argv: list[str]) -> int:
     from src.data.datasets import build_dataset
     from src.engine.config.arguments import parse_command_line
     from src.engine.config.compose import compose_command
+    from src.engine.data.csv_listing import groups_of
     from src.engine.data.image_check import check_images, show, write_page
     from src.engine.machine.files import write_json
 
     config = compose_command(parse_command_line(arguments.overrides)).config
-    # Missing files of a CSV are reported with the unreadable ones.
-    if config.data.name != "csv":
-        check_data(config.data)
-    dataset = build_dataset(config.data, multilabel=config.train.task == "multilabel")
-    report = check_images(dataset)
+    is_csv, multilabel = config.data.name == "csv", config.train.task == "multilabel"
+    # Missing files of a CSV and its groups in two splits are reported with the other problems.
+    if not is_csv:
+        check_data(config)
+    dataset = build_dataset(config.data, multilabel=multilabel)
+    report = check_images(dataset, groups_of(config.data, multilabel) if is_csv else None)
     show(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

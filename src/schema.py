@@ -249,6 +249,8 @@ class DataConfig:
         for name, datasets in readers.items():
             if getattr(self, name) is not None and not (self.name in datasets or is_own_class(self.name)):
                 yield f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} read it, not data={self.name}"
+        if self.fold is not None and self.test_fraction is not None:
+            yield f"data.test_fraction={self.test_fraction}: data.fold={self.fold} divides the images; write split=test in the CSV"
         for name in ("test_fraction", "group_pattern"):
             if getattr(self, name) is not None and self.val_fraction is None:
                 yield f"data.{name}={getattr(self, name)}: set data.val_fraction too"

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from scripts import check_data as entry
-from src.engine.data.image_check import CheckedImage, find_problems, show, summarize
+from src.engine.data.image_check import CheckedImage, Report, find_problems, show, summarize
 
 processes = pytest.mark.processes
 LEAKS, DUPLICATES, LABELS = "leaks across splits", "duplicates in a split", "equal images, different labels"
+GROUPS = "groups in two splits"
 ABSENT = "classes without an image"
 
 
@@ -90,14 +91,15 @@ def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
     assert measures["modes"] == {"train": {"RGB": 17, "L": 1}, "val": {"RGB": 11}}
     assert measures["width: min, median, max"]["train"] == [9, 11, 30]
     assert measures["height: min, median, max"]["train"] == [8, 10, 40]
-    assert measures["largest/smallest class"] == {"train": 1.3, "val": 1.2}
+    assert measures["images per class: min, median, max"] == {"train": [6, 6, 8], "val": [0, 5, 6]}
 
 
 @processes
 def test_check_data_page_embeds_thumbnails_and_escapes_file_names(damaged: tuple[int, dict[str, Any], str]) -> None:
     _, report, page = damaged
     assert all(source.startswith("data:image/jpeg;base64,") for source in re.findall(r'(?:src|href)="([^"]*)"', page))
-    equal = sum(len(group) for kind in (LEAKS, DUPLICATES, LABELS) for group in report["problems"][kind])
+    # Equal images with different labels are listed with the duplicates.
+    equal = sum(len(group) for kind in (LEAKS, DUPLICATES) for group in report["problems"][kind])
     # At most four thumbnails per class are shown. Unreadable images have no thumbnail.
     assert equal + 3 * 3 <= page.count("<img ") <= equal + 3 * 4
     assert "again &lt;b&gt;.jpg" in page and "again <b>" not in page
@@ -136,6 +138,21 @@ def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
         assert names(report["problems"][kind]) == [["train: images/0.jpg", "val: images/copy.jpg"]]
     assert report["problems"][DUPLICATES] == []
     assert report["classes"] == {"beach": {"train": 2, "val": 2}, "night": {"train": 5, "val": 1}}
+
+
+@processes
+def test_check_data_reports_csv_groups_and_spellings_of_one_path(tmp_path: Path) -> None:
+    draw_images(tmp_path, "images", count=6)
+    rows = [(f"images/{number}.jpg", "ab"[number % 2], "t" if number < 3 else "u", "") for number in range(6)]
+    rows[4:] = [("images/4.jpg", "a", "u", "val"), ("images/5.jpg", "b", "", "val")]
+    rows.append(("images/../images/0.jpg", "a", "", ""))
+    with open(tmp_path / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "label", "group", "split"), *rows])
+    code, report = checked(tmp_path, "data=csv", f"data.root={tmp_path}")
+    assert code == 1
+    assert names(report["problems"][GROUPS]) == [["train: images/3.jpg", "val: images/4.jpg"]]
+    assert names(report["problems"][DUPLICATES]) == [["train: images/0.jpg", "train: images/0.jpg"]]
+    assert report["problems"][LEAKS] == []
 
 
 @processes
@@ -219,9 +236,14 @@ def test_find_problems_groups_equal_images_into_leaks_duplicates_and_label_confl
         DUPLICATES: {a.digest for a, b in pairs if a.split == b.split},
         LABELS: {a.digest for a, b in pairs if a.labels != b.labels},
     }
-    problems = find_problems(images)
+    problems = find_problems(images, {})
     for kind, digests in expected.items():
         assert {group[0].digest for group in problems[kind]} == digests
         for group in problems[kind]:
             assert group == [image for image in images if image.digest == group[0].digest]
     assert problems["unreadable"] == []
+    assert problems[GROUPS] == []
+    listed = Report({}, {}, problems, {}).listed_problems
+    groups = [tuple(map(id, group)) for kind in (LEAKS, DUPLICATES, LABELS) for group in listed[kind]]
+    assert len(groups) == len(set(groups))
+    assert {group[0].digest for kind in listed for group in listed[kind]} == set.union(*expected.values())

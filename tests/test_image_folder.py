@@ -13,7 +13,7 @@ from PIL import Image
 import train as entry
 from src.data.check import check_data
 from src.engine.record.result import read_result
-from src.schema import DataConfig
+from src.schema import Config, DataConfig
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
@@ -84,11 +84,56 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=folder", "data.root={root}/parts", "data.batch_size=9"), "data.batch_size=9: "),
+        (("data=folder", "data.root={root}/parts", "data.batch_size=8"), None),
+        (("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"), "train.accumulate=3: "),
+        (
+            ("data=folder", "data.root={root}/parts/train", "data.val_fraction=0.2", "data.batch_size=9"),
+            "data.batch_size=9: ",
+        ),
+        (("data=csv", "data.root={root}", "data.batch_size=3"), "data.batch_size=3: "),
+        (("data=csv", "data.root={root}", "data.batch_size=2"), None),
+        (("data=digits", "data.batch_size=1258"), "data.batch_size=1258: "),
+        (("data=digits", "data.batch_size=16", "data.limit_train=8"), "data.batch_size=16: "),
+        (
+            ("data.batch_size=null", "data.batch_size_per_device=700", "parallel=ddp", "parallel.devices=2"),
+            "data.batch_size=1400: ",
+        ),
+    ],
+)
+def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    key: str | None,
+) -> None:
+    image_folder(tmp_path / "parts", {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
+    rows = [
+        f"parts/train/{name}/{number}.jpg,{name},{split}" for name in "ab" for number, split in ((0, ""), (2, "val"))
+    ]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
+    started: list[bool] = []
+    monkeypatch.setattr("src.engine.launch.job.run_job", lambda *_: started.append(True) or 0)
+    command = [word.format(root=tmp_path) for word in words]
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "model=tiny", "parallel=single", f"hydra.run.dir={tmp_path / 'run'}", *command]
+    )
+    assert entry.main() == (2 if key else 0)
+    assert bool(started) == (key is None)
+    assert (tmp_path / "run").exists() == (key is None)
+    if key is not None:
+        assert capsys.readouterr().err.startswith(f"train.py: {key}")
+
+
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_in_memory_dataset_refuses_data_root(name: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"):
-        check_data(DataConfig(name=name, root="/data/shapes"))
+        check_data(Config(data=DataConfig(name=name, root="/data/shapes")))
 
 
 def test_custom_dataset_may_use_data_root() -> None:
-    check_data(DataConfig(name="src.data.mine.Mine", root="/data/shapes"))
+    check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from PIL import Image
 import evaluate as entry
 from src.data.check import check_data, training_size
 from src.data.datasets import build_dataset
+from src.engine.data.csv_listing import path_key
 from src.engine.data.dataset import data_fingerprints
 from src.engine.data.fractions import split_of
 from src.engine.record.result import read_result
-from src.schema import DataConfig
+from src.schema import Config, DataConfig, TrainConfig
 
 CLASSES = ("daisy", "rose", "tulip")
 SMALL = ("data.image_size=16", "data.batch_size=8", "data.limit_train=null", "data.workers=0", "train.epochs=1")
@@ -76,7 +78,7 @@ def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(val: f
 
 def test_val_fraction_assigns_every_image_to_exactly_one_split(flowers: Path) -> None:
     config = DataConfig(name="folder", root=str(flowers), val_fraction=0.3, test_fraction=0.2)
-    check_data(config)
+    check_data(Config(data=config))
     dataset = build_dataset(config)
     assert dataset.class_names == list(CLASSES)
     parts = [names_of(split) for split in (dataset.train, dataset.val, dataset.test)]
@@ -147,13 +149,27 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
     ("lines", "settings", "named"),
     [
         (["name,label", "a.png,x"], {}, "file"),
-        (["file,label", "a.png,x", "b.png,x"], {"val_fraction": 0.2}, "1 labels"),
+        (["file,label", "a.png,x", "b.png,x"], {"val_fraction": 0.2}, "1 label "),
         (["file,label", "daisy/p0_0.png,", "rose/p0_0.png,y", "tulip/p0_0.png,z"], {"val_fraction": 0.2}, "line 2"),
         (["file,label,split", "a.png,x,dev", "b.png,y,val"], {}, "split=dev"),
         (["file,label", "a.png,x", "b.png,y"], {}, r"data\.val_fraction"),
         (["file,label,fold", "a.png,x,0", "b.png,y,1"], {"fold": 4}, "0, 1"),
         (["file,label,fold", "a.png,x,0", "b.png,y,"], {"fold": 0}, "line 3"),
-        (["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,val"], {}, r"missing\.png"),
+        (["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,train", "c.png,x,val"], {}, r"missing\.png"),
+        # A label that no training image has.
+        (["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"], {}, "1 label .*z.*line 4"),
+        (["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"], {"fold": 0}, "1 label .*y.*line 3"),
+        # Several labels in a cell, of which one is a label by itself, or is in two combinations.
+        (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train=multilabel"),
+        (["file,label,split", "a.png,x;y,train", "b.png,z; y,val"], {}, r"line 2.*train=multilabel"),
+        # Groups in two splits.
+        (
+            ["file,label,group,split", "a.png,x,g,val", "b.png,y,g,", "c.png,x,h,"],
+            {"val_fraction": 0.2},
+            "1 of 2 groups",
+        ),
+        (["file,label,group,fold", "a.png,x,g,0", "b.png,y,g,1", "c.png,y,h,1"], {"fold": 0}, "1 of 2 groups.*g"),
+        ([""], {}, "empty"),
     ],
 )
 def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
@@ -164,7 +180,7 @@ def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
     config = DataConfig(name="csv", root=str(path), **settings)
 
     def read() -> None:
-        check_data(config)
+        check_data(Config(data=config))
         build_dataset(config)
 
     with pytest.raises(ValueError, match=named) as refusal:
@@ -180,6 +196,7 @@ def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
         (("data=folder", "data.root=x", "data.val_fraction=0.6", "data.test_fraction=0.5"), "data.val_fraction=0.6"),
         (("data=folder", "data.root=x", "data.fold=1"), "data.fold=1"),
         (("data=csv", "data.root=x", "data.fold=1", "data.val_fraction=0.2"), "data.fold=1"),
+        (("data=csv", "data.root=x", "data.fold=1", "data.test_fraction=0.1"), "data.test_fraction=0.1: data.fold=1"),
         (("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"), "data.group_pattern=("),
     ],
 )
@@ -191,11 +208,105 @@ def test_fraction_fold_and_group_pattern_keys_are_refused_when_in_conflict_or_un
     assert str(refusal.value).startswith(key)
 
 
+@pytest.mark.parametrize("lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]])
+def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("\n".join(["file,label,split", *lines]))
+    assert build_dataset(DataConfig(name="csv", root=str(path))).class_names == ["salt; pepper", "sugar"]
+
+
+def test_csv_in_another_encoding_is_refused_with_key_file_and_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_bytes("file,label\na.png,caf\xe9\nb.png,tea\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="UTF-8") as refusal:
+        check_data(Config(data=DataConfig(name="csv", root=str(path), val_fraction=0.2)))
+    assert str(refusal.value).startswith(f"data.root={path}: ")
+    assert not isinstance(refusal.value, UnicodeDecodeError)
+
+
+def test_csv_empty_label_is_refused_before_the_start_only_without_multilabel(flowers: Path) -> None:
+    path = flowers / "empty_label.csv"
+    path.write_text(
+        "file,label,split\ndaisy/p0_0.png,x,train\nrose/p0_0.png,,train\ntulip/p0_0.png,y;x,train\n"
+        "tulip/p0_1.png,y,val\n"
+    )
+    data = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=data, train=TrainConfig(task="multilabel")))
+    assert training_size(data) == 3
+    with pytest.raises(ValueError, match="line 3") as refusal:
+        check_data(Config(data=data))
+    assert "train=multilabel" in str(refusal.value)
+
+
+def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path) -> None:
+    rows = rows_of(flowers, group=lambda number: f"p{number // 2}", split=lambda number: ("train", "val")[number % 2])
+    config = Config(data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows))))
+    check_data(config, evaluated="val")
+    with pytest.raises(ValueError, match="18 of 18 groups"):
+        check_data(config)
+
+
+def test_folds_written_as_floats_by_pandas_are_read_as_integers(flowers: Path) -> None:
+    rows = rows_of(flowers, fold=lambda number: float(number % 11))
+    path = write_csv(flowers / "float_folds.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path), fold=10))
+    assert names_of(dataset.val) == {row["file"] for row in rows if row["fold"] == 10}
+
+
+folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(lambda name: name.strip() and set(name) != {"."})
+
+
+@given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
+def test_csv_path_keeps_the_split_it_had_before_spellings_were_unified(parts: list[str], above: str) -> None:
+    """The split follows from the path relative to the CSV. Before, it was not normalized."""
+    file = above + "/".join(parts)
+    folder = Path("/data/flowers")
+    assert path_key(file, str(folder)) == (folder / file).relative_to(folder).as_posix()
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("a/../b.jpg", "b.jpg"),
+        ("./b.jpg", "b.jpg"),
+        ("x//b.jpg", "x/b.jpg"),
+        ("/data/flowers/x/b.jpg", "x/b.jpg"),
+        ("../flowers/x/b.jpg", "x/b.jpg"),
+        ("/data/flowers2/b.jpg", "/data/flowers2/b.jpg"),
+        ("/mnt/other/../b.jpg", "/mnt/b.jpg"),
+        ("../b.jpg", "../b.jpg"),
+    ],
+)
+def test_all_spellings_of_a_csv_path_get_the_same_split(written: str, key: str) -> None:
+    assert path_key(written, "/data/flowers") == key
+
+
+@given(st.text("aé漢ñÅ/", min_size=1), st.floats(0.01, 0.99))
+def test_unicode_forms_of_a_file_name_get_the_same_split(name: str, fraction: float) -> None:
+    forms = [unicodedata.normalize(form, name) for form in ("NFC", "NFD")]
+    data = DataConfig(name="folder", val_fraction=fraction)
+    assert len({split_of(form, data) for form in forms}) == 1
+
+
+def test_csv_of_absolute_paths_is_divided_as_one_of_relative_paths(flowers: Path, tmp_path: Path) -> None:
+    rows = rows_of(flowers)
+    relative = write_csv(flowers / "relative.csv", rows)
+    absolute = write_csv(flowers / "absolute.csv", [{**row, "file": str(flowers / row["file"])} for row in rows])
+    outside = write_csv(tmp_path / "outside.csv", [{**row, "file": str(flowers / row["file"])} for row in rows])
+    splits = []
+    for path in (relative, absolute, outside):
+        data = DataConfig(name="csv", root=str(path), val_fraction=0.4)
+        check_data(Config(data=data))
+        splits.append(names_of(build_dataset(data).val))
+    assert splits[0] == splits[1]
+    assert splits[2]
+
+
 def test_val_fraction_is_refused_when_val_folder_exists(tmp_path: Path) -> None:
     draw_images(tmp_path / "train")
     draw_images(tmp_path / "val")
     with pytest.raises(ValueError, match=r"data\.val_fraction"):
-        check_data(DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2))
+        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2)))
 
 
 def test_empty_val_split_is_refused_with_the_value_of_val_fraction(flowers: Path) -> None:

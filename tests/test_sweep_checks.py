@@ -23,7 +23,7 @@ from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.record.result import Result, write_result
 from src.engine.sweep.points import Point
 from src.engine.sweep.sweep import Sweep
-from src.schema import DataConfig
+from src.schema import Config
 
 SMALL = ("-m", "model=tiny", "print_config=false", "parallel=single", "parallel.threads_per_device=1")
 
@@ -139,7 +139,7 @@ def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waiting
 
 
-def start(folder: Path, *words: str, check: Callable[[DataConfig], None] = check_data) -> Jobs:
+def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
     """Write the configs of all jobs of a sweep with these command-line arguments."""
     command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
     sys.argv[:] = ["train.py", "-m", *command]
@@ -172,7 +172,10 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
     checked: list[int | None] = []
     start(
-        tmp_path / "sweep", "seed=1,2", "data.limit_train=64,128", check=lambda data: checked.append(data.limit_train)
+        tmp_path / "sweep",
+        "seed=1,2",
+        "data.limit_train=64,128",
+        check=lambda config: checked.append(config.data.limit_train),
     )
     assert checked == [64, 128]
 

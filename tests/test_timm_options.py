@@ -320,7 +320,7 @@ def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
     from src.data.check import check_data
 
     with pytest.raises(ValueError, match=message) as refusal:
-        check_data(resolved(*overrides).data)
+        check_data(resolved(*overrides))
     assert "\n" not in str(refusal.value)
 
 

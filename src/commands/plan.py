@@ -43,7 +43,7 @@ def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None 
     config = compose_command(parse_command_line(overrides)).config
     if sizes is None:
         try:
-            check_data(config.data)
+            check_data(config)
         except ValueError as error:
             raise ValueError(f"{error}; or give images=N classes=N to plan without the data") from None
     multilabel = config.train.task == "multilabel"

@@ -11,11 +11,11 @@ from src.engine.search.tune import is_tuning, resume_tuning, start_tuning
 from src.engine.sweep.dry_run import show_points
 from src.engine.sweep.points import check_jobs_data, expand
 from src.engine.sweep.sweep import resume_sweep, start_sweep
-from src.schema import DataConfig
+from src.schema import Config, DataConfig
 
 
 def run_multirun(
-    arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[DataConfig], None]
+    arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[Config], None]
 ) -> int:
     """Start, resume or show the sweep or search of a parsed command line. Return the exit code.
 

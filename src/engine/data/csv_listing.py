@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import csv
+import os
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from src.engine.data.folder import first
 from src.engine.data.fractions import Listing, check_splits, split_of
+from src.engine.machine.text import plural
 from src.schema import DataConfig
 
 SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel
@@ -21,6 +26,7 @@ class Row:
 
     line: int
     file: Path
+    key: str  # decides the split, if a fraction does: the group, else the file's path
     labels: list[str]
     split: str
     fold: str
@@ -43,21 +49,47 @@ def read_rows(path: Path, multilabel: bool) -> list[Row]:
 
     Only with `multilabel` may an image have several labels, or none.
     """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as lines:
+            return _parse(csv.DictReader(lines), path, multilabel)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+
+
+def _parse(reader: csv.DictReader[str], path: Path, multilabel: bool) -> list[Row]:
+    if missing := {"file", "label"} - set(reader.fieldnames or ()):
+        present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
+        raise ValueError(f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}")
+    folder = os.path.abspath(path.parent)
     rows = []
-    with open(path, newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines)
-        if missing := {"file", "label"} - set(reader.fieldnames or ()):
-            present = ", ".join(reader.fieldnames or ())
-            raise ValueError(f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}")
-        for entry in reader:
-            file, label, *others = ((entry.get(column) or "").strip() for column in COLUMNS)
-            if not file or not (label or multilabel):
-                raise ValueError(
-                    f"data.root={path}: line {reader.line_num} has no value in the column {'label' if file else 'file'}"
-                )
-            labels = [part.strip() for part in label.split(SEPARATOR) if part.strip()] if multilabel else [label]
-            rows.append(Row(reader.line_num, path.parent / file, labels, *others))
+    for entry in reader:
+        file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
+        if not file or not (label or multilabel):
+            reason = f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
+            fix = "; images without a label need train=multilabel" if file else ""
+            raise ValueError(f"data.root={path}: {reason}{fix}")
+        labels = _parts(label) if multilabel else [label]
+        # pandas writes the folds of a column with gaps as 0.0, 1.0, …
+        fold = fold.removesuffix(".0")
+        group = unicodedata.normalize("NFC", group)
+        rows.append(
+            Row(reader.line_num, path.parent / file, group or path_key(file, folder), labels, split, fold, group)
+        )
     return rows
+
+
+def _parts(label: str) -> list[str]:
+    return [part.strip() for part in label.split(SEPARATOR) if part.strip()]
+
+
+def path_key(file: str, folder: str) -> str:
+    """Return the text that decides the split of a file: equal for all spellings of its path, and on any machine.
+
+    It is the path relative to `folder`, which is the CSV's, if the file is below it; else the path as written.
+    """
+    below = os.path.join(folder, "")
+    path = os.path.normpath(os.path.join(folder, file))
+    return path.removeprefix(below) if path.startswith(below) else os.path.normpath(file)
 
 
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
@@ -74,8 +106,7 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
                 raise ValueError(f"data.fold={data.fold}: line {row.line} of {path} has no value in the column fold")
             divided["val" if row.fold == str(data.fold) else "train"].append(row)
         elif data.val_fraction is not None:
-            key = row.group or row.file.relative_to(path.parent).as_posix()
-            divided[split_of(key, data)].append(row)
+            divided[split_of(row.key, data)].append(row)
         else:
             divided["train"].append(row)
     if data.fold is not None and not divided["val"]:
@@ -91,9 +122,18 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
     """
     path = csv_file(data)
     rows = read_rows(path, multilabel)
-    names = classes or sorted({label for row in rows for label in row.labels})
+    if classes is None and not multilabel:
+        _check_combinations(rows, path)
+    return _list(_divide(rows, path, data), path, data, classes, multilabel)
+
+
+def _list(
+    divided: dict[str, list[Row]], path: Path, data: DataConfig, classes: list[str] | None, multilabel: bool
+) -> tuple[list[str], Listing]:
+    names = classes or sorted({label for of_split in divided.values() for row in of_split for label in row.labels})
     if len(names) < 2:
-        raise ValueError(f"data.root={path}: {len(names)} labels in {len(rows)} lines; expected two or more")
+        counts = f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
+        raise ValueError(f"data.root={path}: {counts}; expected two labels or more")
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
@@ -103,7 +143,6 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
             return tuple(float(name in row.labels) for name in names)
         return number_of[row.labels[0]]
 
-    divided = _divide(rows, path, data)
     listing = {split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()}
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
@@ -116,10 +155,85 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
     return names, listing
 
 
-def check_csv(data: DataConfig) -> None:
-    """Raise ValueError for a CSV file unusable under any train.task. Checks that one image of each label exists."""
-    list_csv(data, multilabel=True)
+def _check_combinations(rows: list[Row], path: Path) -> None:
+    """Raise ValueError if labels with a semicolon are several labels of an image, which would become classes together.
+
+    They are if a part of one is a label by itself, or is in another one. So a class may be called `salt; pepper`.
+    """
+    line_of = {row.labels[0]: row.line for row in reversed(rows)}
+    counts = Counter(part for label in line_of for part in set(_parts(label)))
+    for label in sorted(line_of, key=line_of.__getitem__):
+        common = [part for part in _parts(label) if counts[part] > 1]
+        if SEPARATOR in label and common:
+            raise ValueError(
+                f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other lines have "
+                f"{common[0]} too; for several labels per image set train=multilabel"
+            )
+
+
+def split_groups(divided: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Return the groups of which images are in two splits or more: name -> a row for each of its splits."""
+    groups: dict[str, dict[str, Row]] = {}
+    for split, rows in divided.items():
+        for row in rows:
+            if row.group:
+                groups.setdefault(row.group, {}).setdefault(split, row)
+    return {name: list(by_split.values()) for name, by_split in groups.items() if len(by_split) > 1}
+
+
+def count_training(data: DataConfig) -> int:
+    """Count the training images. Their number is the same for any train.task."""
     path = csv_file(data)
-    for row in {tuple(row.labels): row for row in reversed(read_rows(path, multilabel=True))}.values():
+    return len(_divide(read_rows(path, multilabel=True), path, data)["train"])
+
+
+def groups_of(data: DataConfig, multilabel: bool) -> dict[str, str]:
+    """Return the group of each file that has one: path -> value of the column group."""
+    return {str(row.file): row.group for row in read_rows(csv_file(data), multilabel) if row.group}
+
+
+def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) -> None:
+    """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label exists.
+
+    `is_trained`: also raise it for labels that mean several, groups in two splits, and labels that only val or test has.
+    """
+    path = csv_file(data)
+    rows = read_rows(path, multilabel)
+    divided = _divide(rows, path, data)
+    _list(divided, path, data, None, multilabel)
+    if is_trained:
+        if not multilabel:
+            _check_combinations(rows, path)
+        _check_groups(divided, path)
+        _check_known_labels(rows, path, data.fold)
+    for row in {tuple(row.labels): row for row in reversed(rows)}.values():
         if not row.file.is_file():
             raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
+
+
+def _check_groups(divided: dict[str, list[Row]], path: Path) -> None:
+    if leaking := split_groups(divided):
+        group, rows = next(iter(leaking.items()))
+        places = " and ".join(f"line {row.line}" for row in rows)
+        total = len({row.group for of_split in divided.values() for row in of_split if row.group})
+        raise ValueError(
+            f"data.root={path}: {len(leaking)} of {plural(total, 'group')} would be in two splits, e.g. {group} "
+            f"({places}); give all lines of a group the same split or fold"
+        )
+
+
+def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
+    """Raise ValueError for a label that the columns split and fold give to val or test only.
+
+    Chance may do the same to a rare label under data.val_fraction; scripts/check_data.py counts such labels.
+    """
+    held_out = [row for row in rows if row.split in ("val", "test") or (fold is not None and row.fold == str(fold))]
+    lines = {row.line for row in held_out}
+    known = {label for row in rows if row.line not in lines for label in row.labels}
+    unknown = {label: row.line for row in reversed(held_out) for label in row.labels if label not in known}
+    if unknown:
+        names = sorted(unknown)
+        raise ValueError(
+            f"data.root={path}: {plural(len(names), 'label')} of val or test without a training image: {first(names)} "
+            f"(line {unknown[names[0]]}); remove such lines, or give some of them another split or fold"
+        )

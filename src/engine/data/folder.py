@@ -58,13 +58,27 @@ def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
     """Divide the class folders of `root` by data.val_fraction and data.test_fraction."""
     listing: Listing = {split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction}
     for path, label in _labeled_files(root, names):
-        listing[split_of(_group_of(path.relative_to(root).as_posix(), data), data)].append((path, label))
+        listing[_split_of_file(path, root, data)].append((path, label))
     check_splits(listing, data)
     return listing
 
 
+def training_files(data: DataConfig) -> Iterator[Path]:
+    """Yield the training images, as they are found: counting a few does not list the others."""
+    root = Path(str(data.root))
+    folder = root if data.val_fraction is not None else root / "train"
+    for name in class_names(folder):
+        for path in image_files(folder / name):
+            if data.val_fraction is None or _split_of_file(path, root, data) == "train":
+                yield path
+
+
 def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     return [(path, label) for label, name in enumerate(names) for path in image_files(folder / name)]
+
+
+def _split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+    return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
 
 
 def _group_of(path: str, data: DataConfig) -> str:

@@ -1,4 +1,4 @@
-"""Check the images of a dataset: unreadable files, exact duplicates, leaks between splits, labels, class counts and sizes."""
+"""Check the images of a dataset: unreadable files, exact duplicates, leaks of images and groups, class counts and sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import io
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,24 @@ class Report:
 
     measures: dict[str, dict[str, Any]]  # measure -> split -> value
     classes: dict[str, dict[str, int]]  # class -> split -> images; the rarest class first
-    problems: dict[str, list[list[CheckedImage]]]  # kind -> an unreadable image, or images that are equal to each other
+    # Kind -> an unreadable image, images that are equal to each other, or an image of a group for each of its splits.
+    problems: dict[str, list[list[CheckedImage]]]
     samples: dict[str, list[CheckedImage]]  # class -> images for the page
 
     @property
     def has_problems(self) -> bool:
         return any(self.problems.values()) or any(self.measures[ABSENT].values())
+
+    @property
+    def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
+        """Return `problems` with each group of images only once, at the first kind: a leak can have different labels too."""
+        seen: set[tuple[tuple[str, int], ...]] = set()
+        listed: dict[str, list[list[CheckedImage]]] = {}
+        for kind, groups in self.problems.items():
+            named = {tuple((image.split, image.index) for image in group): group for group in groups}
+            listed[kind] = [group for name, group in named.items() if name not in seen]
+            seen |= named.keys()
+        return listed
 
 
 class ImageReader(Dataset[CheckedImage]):
@@ -94,17 +107,22 @@ class ImageReader(Dataset[CheckedImage]):
         return tuple(name for name, value in zip(names, label, strict=False) if value > 0.5)
 
 
-def check_images(dataset: ImageDataset) -> Report:
-    """Read every image of a dataset, with one process per core, and return a report of problems and statistics."""
+def check_images(dataset: ImageDataset, groups: Mapping[str, str] | None = None) -> Report:
+    """Read every image of a dataset, with one process per core, and return a report of problems and statistics.
+
+    `groups`: file -> the group whose images belong into one split.
+    """
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
     loader = DataLoader(ImageReader(dataset), 64, sampler=places, num_workers=cores(), collate_fn=list)
     batches = iter(loader)  # starts processes, which must come before the thread of the progress bar
     shown = track(batches, "images", len(loader), console=Console(stderr=True), disable=not sys.stderr.isatty())
-    return summarize(dataset.class_names, splits, [image for batch in shown for image in batch])
+    return summarize(dataset.class_names, splits, [image for batch in shown for image in batch], groups)
 
 
-def summarize(class_names: list[str], splits: list[str], images: list[CheckedImage]) -> Report:
+def summarize(
+    class_names: list[str], splits: list[str], images: list[CheckedImage], groups: Mapping[str, str] | None = None
+) -> Report:
     """Build the report: problems, and counts of images, sizes, modes and classes per split."""
     of_class: dict[str, list[CheckedImage]] = {name: [] for name in class_names}
     for image in images:
@@ -118,28 +136,33 @@ def summarize(class_names: list[str], splits: list[str], images: list[CheckedIma
     measures: dict[str, dict[str, Any]] = defaultdict(dict)
     for split in splits:
         readable = [image for image in images if image.split == split and not image.error]
-        present = [count[split] for count in counts.values() if count[split]]
+        sizes = [count[split] for count in counts.values()] or [0]
         measures["images"][split] = sum(image.split == split for image in images)
         for side in ("width", "height"):
             values = [getattr(image, side) for image in readable] or [0]
             measures[f"{side}: min, median, max"][split] = [min(values), median(values), max(values)]
         measures["modes"][split] = dict(Counter(image.mode for image in readable).most_common())
-        measures["largest/smallest class"][split] = round(max(present) / min(present), 1) if present else None
-        measures[ABSENT][split] = len(counts) - len(present)
+        measures["images per class: min, median, max"][split] = [min(sizes), median(sizes), max(sizes)]
+        measures[ABSENT][split] = sum(not count[split] for count in counts.values())
     samples = {name: group[:: len(group) // MAX_IMAGES or 1][:MAX_IMAGES] for name, group in of_class.items()}
-    return Report(dict(measures), classes, find_problems(images), samples)
+    return Report(dict(measures), classes, find_problems(images, groups or {}), samples)
 
 
-def find_problems(images: list[CheckedImage]) -> dict[str, list[list[CheckedImage]]]:
-    """Return, for each kind of problem, unreadable images or groups of identical images."""
+def find_problems(images: list[CheckedImage], group_of: Mapping[str, str]) -> dict[str, list[list[CheckedImage]]]:
+    """Return, for each kind of problem, unreadable images, groups of identical images, or images of a group."""
     equal: dict[str, list[CheckedImage]] = defaultdict(list)
     for image in images:
         if not image.error:
             equal[image.digest].append(image)
     groups = [group for group in equal.values() if len(group) > 1]
+    by_group: dict[str, dict[str, CheckedImage]] = defaultdict(dict)
+    for image in images:
+        if image.file in group_of:
+            by_group[group_of[image.file]].setdefault(image.split, image)
     return {
         "unreadable": [[image] for image in images if image.error],
         "leaks across splits": [group for group in groups if len({image.split for image in group}) > 1],
+        "groups in two splits": [list(first_of.values()) for first_of in by_group.values() if len(first_of) > 1],
         "duplicates in a split": [group for group in groups if len({image.split for image in group}) < len(group)],
         "equal images, different labels": [group for group in groups if len({image.labels for image in group}) > 1],
     }
@@ -155,8 +178,9 @@ def show(report: Report) -> None:
     lines = []
     for rows in filter(None, (report.measures, report.classes)):
         lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
-    for kind, groups in report.problems.items():
-        lines.append(f"{kind}: {len(groups)}")
+    for kind, groups in report.listed_problems.items():
+        above = len(report.problems[kind]) - len(groups)
+        lines.append(f"{kind}: {len(report.problems[kind])}" + (f" ({above} listed above)" if above else ""))
         lines += ["  " + first([describe(image) for image in group], MAX_IMAGES) for group in groups[:MAX_LINES]]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from src.engine.data.fractions import batches_per_epoch
 from src.engine.data.seeds import seed_for
 
 
@@ -68,13 +69,7 @@ class TrainSampler(DistributedSampler[Any]):
         weights: Tensor | None = None,
     ) -> None:
         """`batch_size` is the global one. With `weights` [num_images], images are drawn with replacement."""
-        if num_images < batch_size:
-            raise ValueError(
-                f"data.batch_size={batch_size}: exceeds the training split ({num_images} images); use {num_images} or less"
-            )
-        batches = num_images // batch_size
-        if batches < accumulate:
-            raise ValueError(f"train.accumulate={accumulate}: an epoch has {batches} batches; use {batches} or less")
+        batches = batches_per_epoch(num_images, batch_size, accumulate)
         super().__init__(range(num_images), world_size, rank, shuffle=True, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.num_images, self.batch_size, self.copies, self.weights = num_images, batch_size, copies, weights
         self.batches_per_epoch = batches // accumulate * accumulate

@@ -28,13 +28,13 @@ from src.engine.search.space import check_space, freeze_search, natural_directio
 from src.engine.search.study import Follower, ask, open_study
 from src.engine.sweep.points import Point, check_jobs_data, freeze_job, keys_that_may_change
 from src.engine.sweep.runner import Runner
-from src.schema import DataConfig
+from src.schema import Config
 
 if TYPE_CHECKING:  # slow to import
     import optuna
 
 
-def start_search(command: Command, base: Point, check_data: Callable[[DataConfig], None]) -> int:
+def start_search(command: Command, base: Point, check_data: Callable[[Config], None]) -> int:
     """Create and run a new search. Return the exit code."""
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
@@ -70,7 +70,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[DataConfig
     return _confirm(search, settings.confirm, code)
 
 
-def resume_search(folder: Path, command: Command, check_data: Callable[[DataConfig], None]) -> int:
+def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
     """Continue the search in `folder` until it has n_trials trials. Return the exit code."""
     config, base, space = read_search(folder)
     check_scheduler(config.cluster)

@@ -23,7 +23,7 @@ from src.engine.machine.secrets import hide
 from src.engine.record.jobs import Job, config_hash
 from src.engine.sweep.board import counted
 from src.engine.sweep.composer import Composer
-from src.schema import Config, DataConfig, ResolvedConfig
+from src.schema import Config, ResolvedConfig
 
 
 @dataclass
@@ -67,11 +67,11 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     return command, points
 
 
-def check_jobs_data(configs: Sequence[Config], check_data: Callable[[DataConfig], None]) -> None:
-    """Call `check_data` once per distinct `data` config of jobs on this machine. Cluster jobs check when they start."""
-    distinct = {repr(config.data): config.data for config in configs if config.cluster.scheduler == "local"}
-    for data in distinct.values():
-        check_data(data)
+def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
+    """Call `check_data` once per distinct data and task of jobs on this machine. Cluster jobs check when they start."""
+    local = [config for config in configs if config.cluster.scheduler == "local"]
+    for config in {repr((config.data, config.train.task)): config for config in local}.values():
+        check_data(config)
 
 
 def settle(point: Point) -> None:

@@ -19,7 +19,7 @@ from src.engine.sweep.headline import show_headline
 from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
 from src.engine.sweep.rebuild import check_folders
 from src.engine.sweep.runner import Runner
-from src.schema import Config, DataConfig
+from src.schema import Config
 
 
 def start_sweep(command: Command, points: list[Point]) -> int:
@@ -45,7 +45,7 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     return _run(jobs, max_jobs, configs[0], is_new=True)
 
 
-def resume_sweep(folder: Path, command: Command, check_data: Callable[[DataConfig], None]) -> int:
+def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
     """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the exit code."""
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
