@@ -85,6 +85,46 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("layout", "fraction", "fixes"),
+    [
+        ("train valid", 0.2, ["rename valid/ to val/", "data.val_fraction=null"]),
+        ("Training VALIDATION testing", 0.2, ["rename VALIDATION/ to val/", "rename Training/ to train/"]),
+        ("train val", 0.2, ["data.val_fraction=null"]),
+        ("train test", 0.2, ["data.root={root}/train"]),
+        ("train", 0.2, ["data.root={root}/train"]),
+        ("train valid", None, ["rename valid/ to val/"]),
+        ("Train val", None, ["rename Train/ to train/"]),
+        ("train test", None, ["data.root={root}/train", "data.val_fraction=0.2"]),
+        ("train/train train/valid val/train", None, ["rename valid/ to val/", "data.root={root}/train"]),
+    ],
+)
+def test_folders_named_as_splits_are_refused_as_classes_with_the_fix(
+    tmp_path: Path, layout: str, fraction: float | None, fixes: list[str]
+) -> None:
+    image_folder(tmp_path, dict.fromkeys(layout.split(), GOOD))
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=fraction)))
+    message = str(refusal.value)
+    assert message.startswith(f"data.root={tmp_path}: ")
+    assert all(fix.format(root=tmp_path) in message for fix in fixes)
+    # The root of a folder with splits would train on their names.
+    assert f"{tmp_path}/<class>/ with" not in message
+
+
+def test_class_named_as_a_split_is_accepted_when_it_holds_no_folders(tmp_path: Path) -> None:
+    image_folder(tmp_path, {"car": {"": 6}, "Train": {"": 6}})
+    check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
+
+
+def test_empty_class_folder_is_refused_with_the_given_root_and_the_class(tmp_path: Path) -> None:
+    image_folder(tmp_path, {"cat": {"": 2}})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty") as refusal:
+        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
+    assert str(refusal.value).startswith(f"data.root={tmp_path}: ")
+
+
+@pytest.mark.parametrize(
     ("words", "key"),
     [
         (("data=folder", "data.root={root}/parts", "data.batch_size=9"), "data.batch_size=9: "),

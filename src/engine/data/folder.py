@@ -12,7 +12,15 @@ from pathlib import Path
 
 from src.engine.data.dataset import IMAGE_SUFFIXES
 from src.engine.data.fractions import Listing, check_splits, split_of
+from src.engine.machine.text import plural
 from src.schema import DataConfig
+
+# Folder names that mean a split, in lower case -> the name that data=folder reads.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 
 
 def class_names(split: Path) -> list[str]:
@@ -99,7 +107,7 @@ def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
     if data.root is None:
         raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
     if data.val_fraction is not None:
-        _check_class_folders(Path(data.root))
+        _check_class_folders(Path(data.root), is_trained=evaluated is None)
     elif evaluated is None:
         _check_trained_folder(Path(data.root))
     else:
@@ -109,11 +117,9 @@ def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
 def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
-            raise ValueError(
-                f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and {root}/val/<class>/, "
-                f"or {root}/<class>/ with data.val_fraction=0.2"
-            )
+            _refuse_missing_split(root, folder)
     train = class_names(root / "train")
+    _check_no_splits(root, root / "train", train, f"set data.root={root / 'train'}")
     if len(train) < 2:
         classes = f"only the class {train[0]}" if train else "no class folders"
         raise ValueError(
@@ -122,18 +128,65 @@ def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val", root / "test"):
         if folder.is_dir():
             check_known_classes(folder, train, "train/")
-            _check_split(folder)
+            _check_split(root, folder)
 
 
-def _check_class_folders(root: Path) -> None:
+def _refuse_missing_split(root: Path, missing: Path) -> None:
+    """Raise ValueError for a root without train/ or val/, with a fix for the folders that it has."""
+    splits = _split_folders(root, class_names(root)) if root.is_dir() else {}
+    fix = f"expected {root}/train/<class>/ and {root}/val/<class>/"
+    if missing.name in splits.values():
+        fix = _renames({name: split for name, split in splits.items() if split == missing.name})
+    elif missing.name == "val" and "train" in splits:
+        # With data.val_fraction, train/ and its neighbors would be the classes.
+        fix += f"; to divide the images of train/, set data.root={missing.with_name('train')} and data.val_fraction=0.2"
+    else:
+        fix += f", or {root}/<class>/ with data.val_fraction=0.2"
+    raise ValueError(f"data.root={root}: no folder {missing}; {fix}")
+
+
+def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
+    """Return the folders among `names` that are splits instead of classes: name -> train, val or test.
+
+    A class may have such a name (a train among vehicles), so a folder counts only if it holds folders, or if all names are so.
+    """
+    splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
+    if len(splits) == len(names):
+        return splits
+    return {name: split for name, split in splits.items() if class_names(root / name)}
+
+
+def _renames(splits: dict[str, str]) -> str:
+    return ", ".join(f"rename {name}/ to {split}/" for name, split in splits.items() if name != split)
+
+
+def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits: str) -> None:
+    """Raise ValueError if classes in `folder` are splits. `to_read_splits`: the setting that reads them as splits."""
+    splits = _split_folders(folder, names)
+    if not splits:
+        return
+    train = next((name for name, split in splits.items() if split == "train"), None)
+    if train is not None and "val" in splits.values():
+        fix = ", ".join(filter(None, (_renames(splits), to_read_splits)))
+    elif train is not None:
+        fix = f"set data.root={folder / train} to divide its images by data.val_fraction"
+    else:
+        fix = f"expected {folder}/<class>/<image>; rename the folder if it is a class"
+    listed = " and ".join(f"{name}/" for name in splits)
+    raise ValueError(f"data.root={root}: {listed} in {folder} would be classes, but are named as splits; {fix}")
+
+
+def _check_class_folders(root: Path, is_trained: bool) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
     names = class_names(root)
-    if "val" in names:
-        raise ValueError(f"data.val_fraction: {root} has a folder val/ already; set data.val_fraction=null to use it")
+    # A run that was trained on such classes can still be evaluated.
+    if is_trained:
+        _check_no_splits(root, root, names, "set data.val_fraction=null")
     if len(names) < 2:
-        raise ValueError(f"data.root={root}: {len(names)} class folders; expected two or more: {root}/<class>/<image>")
-    _check_split(root)
+        classes = plural(len(names), "class folder")
+        raise ValueError(f"data.root={root}: {classes}; expected two or more: {root}/<class>/<image>")
+    _check_split(root, root)
 
 
 def _check_evaluated_folder(root: Path, split: str) -> None:
@@ -143,16 +196,19 @@ def _check_evaluated_folder(root: Path, split: str) -> None:
         names = " or ".join(map(str, candidates))
         raise ValueError(f"data.root={root}: no folder {names}; expected {candidates[0]}/<class>/<image>")
     for folder in folders:
-        _check_split(folder)
+        _check_split(root, folder)
 
 
-def _check_split(folder: Path) -> None:
+def _check_split(root: Path, folder: Path) -> None:
     names = class_names(folder)
     if not names:
-        raise ValueError(f"data.root={folder.parent}: no class folders in {folder}; expected {folder}/<class>/<image>")
+        raise ValueError(f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>")
     for name in names:
         if next(image_files(folder / name), None) is None:
-            raise ValueError(f"data.root={folder.parent}: no image in {folder / name}; add {', '.join(IMAGE_SUFFIXES)}")
+            suffixes = ", ".join(IMAGE_SUFFIXES)
+            raise ValueError(
+                f"data.root={root}: class {name}: no image in {folder / name}; add {suffixes}, or remove it"
+            )
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def show_banner(run: BuiltRun, folder: Path) -> None:
-    """Log the model, data, strategy, batch sizes, steps, learning rate and run folder."""
+    """Log the model, data, classes, strategy, batch sizes, steps, learning rate and run folder."""
     if not run.strategy.is_first:
         return
     config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
@@ -36,6 +37,7 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
     facts = {
         "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} dropped per epoch, {loading}",
+        "classes": _classes(run.dataset.class_names),
         "strategy": _strategy(run),
         "batch": _batch(run),
         "steps": steps,
@@ -44,6 +46,11 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
     }
     for name, fact in facts.items():
         log.info("%8s  %s", name, fact)
+
+
+def _classes(names: list[str]) -> str:
+    """Return the number of classes and the first names, which show a folder layout that was read in another way."""
+    return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
 
 def _strategy(run: BuiltRun) -> str:
