@@ -435,7 +435,9 @@ class TrainConfig:
     )
     loss: str = key("ce", help="A name in LOSSES of src/train/losses.py (ce, bce, asl), or `src.<module>.<Class>`.")
     task: str = choice("classification", "classification", "multilabel", help="One label per image, or any number.")
-    class_weights: Any = key(None, help="Weights of the classes in the loss: auto (by frequency) or a list.")
+    class_weights: Any = key(
+        None, help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list."
+    )
     loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     smoothing: float = number(0.0, ge=0, le=1, help="Label smoothing, in training only.")
     bce_target_thresh: float | None = number(None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0.")
@@ -464,6 +466,8 @@ class TrainConfig:
         is_list = isinstance(weights, list) and all(isinstance(w, int | float) and w >= 0 for w in weights)
         if weights not in (None, "auto") and not is_list:
             yield f"train.class_weights={weights}: expected auto, or a number >= 0 for each class"
+        if weights is not None and data.balance:
+            yield f"data.balance={data.balance}: train.class_weights={weights} corrects for rare classes too; use one of the two"
         if not is_own_class(self.loss) and self.task not in loss_tasks()[self.loss]:
             fitting = ", ".join(name for name, tasks in loss_tasks().items() if self.task in tasks)
             yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import average_precision_score, f1_score
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 import evaluate as entry
@@ -157,6 +159,7 @@ def test_ddp_run_with_multilabel_or_balanced_data_resumes_bit_identically_mid_ep
         (("train=multilabel", "data=csv", "data.root=x", "data.augment.mixup=0.2"), "data.augment.mixup"),
         (("train=multilabel", "data=csv", "data.root=x", "data.balance=1"), "data.balance=1"),
         (("data.balance=1", "data.augment.aug_repeats=2"), "data.balance=1"),
+        (("train.class_weights=auto", "data.balance=1"), "data.balance=1"),
         (("train.class_weights=most",), "train.class_weights=most"),
         (("train.class_weights=[1,-1]",), "train.class_weights=[1, -1]"),
     ],
@@ -172,13 +175,79 @@ def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_t
 def test_class_weights_auto_are_inversely_proportional_to_class_frequency() -> None:
     labels = torch.tensor([0] * 6 + [1] * 3 + [2])
     weights = class_weights(TrainConfig(class_weights="auto"), labels, 3)["class_weight"]
-    assert weights[1] / weights[0] == pytest.approx(2)
-    assert weights[2] / weights[0] == pytest.approx(6)
-    assert weights.mean() == pytest.approx(1)
+    # scikit-learn's class_weight="balanced".
+    balanced = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
+    assert weights.tolist() == pytest.approx(balanced.tolist())
     several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    assert class_weights(TrainConfig(class_weights="auto"), several, 2)["pos_weight"].tolist() == pytest.approx(
-        [1 / 3, 3]
+    weights_of = class_weights(TrainConfig(class_weights="auto"), several, 2)
+    assert weights_of["pos_weight"].tolist() == pytest.approx([1 / 3, 3])
+    assert weights_of["class_weight"].tolist() == pytest.approx([4 / 2, 4 / 6])
+
+
+def loss_of(config: TrainConfig, scores: Tensor, labels: Tensor) -> float:
+    """Return the training loss on all training images in one batch."""
+    weights = {} if config.class_weights is None else class_weights(config, labels, scores.shape[1])
+    return build_criterion(config, AugmentConfig(), weights)(scores, labels).item()
+
+
+frequencies = st.lists(st.integers(1, 200), min_size=2, max_size=5)
+given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(frequencies, st.one_of(st.just("auto"), given_weights), st.sampled_from([0.0, 0.1]), st.integers(0, 9))
+def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
+    counts: list[int], given: str | list[float], smoothing: float, seed: int
+) -> None:
+    classes = len(counts)
+    labels = torch.arange(classes).repeat_interleave(torch.tensor(counts))
+    chosen = given if isinstance(given, str) else given[:classes]
+    config = TrainConfig(class_weights=chosen, smoothing=smoothing)
+    scores = torch.randn(len(labels), classes, generator=torch.Generator().manual_seed(seed))
+    weights = torch.tensor([1 / count for count in counts] if isinstance(chosen, str) else chosen)
+    theirs = torch.nn.functional.cross_entropy(scores, labels, weights, label_smoothing=smoothing)
+    assert loss_of(config, scores, labels) == pytest.approx(theirs.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+@pytest.mark.parametrize("weights", ["auto", [3.0, 3.0, 3.0]])
+def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(loss: str, weights: Any) -> None:
+    labels = torch.arange(3).repeat(7)
+    scores = torch.randn(21, 3, generator=torch.Generator().manual_seed(1))
+    config = TrainConfig(loss=loss, class_weights=weights)
+    assert loss_of(config, scores, labels) == pytest.approx(loss_of(TrainConfig(loss=loss), scores, labels))
+
+
+@pytest.mark.parametrize("weights", ["auto", [0.2, 7.0]])
+@pytest.mark.parametrize(("loss", "share"), [("ce", 0.99), ("ce", 0.5), ("bce", 0.99)])
+def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(loss: str, share: float, weights: Any) -> None:
+    labels = (torch.arange(200) >= 200 * share).long()
+    config = TrainConfig(loss=loss, class_weights=weights)
+    assert loss_of(config, torch.zeros(200, 2), labels) == pytest.approx(np.log(2), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["bce", "asl"])
+@pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
+def test_class_weights_of_several_labels_keep_the_size_of_the_loss(loss: str, positives: tuple[int, ...]) -> None:
+    labels = torch.stack([(torch.arange(100) < count).float() for count in positives], 1)
+    # Without focusing and clipping, asl is bce.
+    kwargs = {"gamma_pos": 0, "gamma_neg": 0, "clip": 0} if loss == "asl" else {}
+    plain, auto, listed = (
+        TrainConfig(task="multilabel", loss=loss, loss_kwargs=kwargs, class_weights=weights)
+        for weights in (None, "auto", [1.0, 10.0, 100.0])
     )
+    scores = torch.zeros(100, 3)
+    expected = pytest.approx(loss_of(plain, scores, labels), rel=1e-4)
+    assert loss_of(auto, scores, labels) == expected
+    assert loss_of(listed, scores, labels) == expected
+    half = labels[:, [1, 1, 1]]
+    scores = torch.randn(100, 3, generator=torch.Generator().manual_seed(2))
+    assert loss_of(auto, scores, half) == pytest.approx(loss_of(plain, scores, half), rel=1e-4)
+
+
+def test_class_weights_are_refused_when_no_training_image_has_a_weight() -> None:
+    with pytest.raises(ValueError, match=r"train\.class_weights=\[0\.0, 1\.0\]"):
+        class_weights(TrainConfig(class_weights=[0.0, 1.0]), torch.tensor([0, 0]), 2)
 
 
 def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_classes() -> None:
@@ -186,7 +255,7 @@ def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_c
         class_weights(TrainConfig(class_weights=[1.0, 2.0]), None, 3)
     # The last class has no training image, as with data.limit_train.
     weights = class_weights(TrainConfig(class_weights="auto"), torch.tensor([0, 0, 1]), 3)
-    assert weights["class_weight"].shape == (3,)
+    assert weights["class_weight"].tolist() == pytest.approx([0.75, 1.5, 1.125])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -384,10 +384,27 @@ def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped
 def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
     stopped: Folders, data: Path
 ) -> None:
-    for override in ("data.batch_size=12", "seed=7", "data.limit_train=18", "train.accumulate=2"):
+    for override in ("data.batch_size=12", "seed=7", "data.limit_train=18", "train.accumulate=2", "data.balance=1"):
         with pytest.raises(ValueError, match="mid-epoch"):
             attempt(config_of(data, override, "resume_strict=false"), stopped(5))
     attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
+
+
+@pytest.mark.parametrize("balance", ["0", "0.5"])
+def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
+    stopped: Folders, data: Path, tmp_path: Path, balance: str
+) -> None:
+    config = config_of(data, f"data.balance={balance}")
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(5, f"data.balance={balance}"), folder)
+    contents = contents_of(folder)
+    del contents["trained_on"]["balance"]
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    torch.save(contents, folder / "checkpoints" / "last.pt")
+    assert_trains_as(attempt(config, folder), reference(config, contents, tmp_path))
+    with pytest.raises(ValueError, match="mid-epoch"):
+        attempt(config_of(data, "data.balance=1", "resume_strict=false"), folder)
 
 
 # checkpoint.metric ---------------------------------------------------------------------------------------------------

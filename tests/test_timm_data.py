@@ -22,13 +22,15 @@ from PIL import Image
 
 from src.data.datasets import build_dataset
 from src.engine.data import tar_index as tars
+from src.engine.data.dataset import train_labels
 from src.engine.data.loader import BatchFetcher
-from src.engine.data.samplers import IndexBatch, TrainSampler
+from src.engine.data.samplers import IndexBatch, TrainSampler, class_balance
 from src.engine.errors import UnreadableImageError
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
-from src.schema import Config, as_resolved
+from src.schema import Config, TrainConfig, as_resolved
 from src.train.build import EvaluationParts
+from src.train.losses import class_weights
 
 CLASSES = ("cat", "dog")
 
@@ -90,6 +92,16 @@ def test_tar_and_webdataset_samples_are_read_with_labels_from_several_file_layou
     assert images.class_names == (list(CLASSES) if name == "tar" else ["0", "1"])
     assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
+
+
+def test_labels_of_tar_files_give_class_weights_and_balanced_draws(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train.tar", folders(5))
+    write_tar(tmp_path / "val.tar", folders(2))
+    labels = train_labels(build_dataset(config_of("tar", tmp_path).data).train, None)
+    assert labels is not None
+    weights = class_weights(TrainConfig(class_weights="auto"), labels, 2)["class_weight"]
+    assert weights.tolist() == pytest.approx([5 / 6, 5 / 4])
+    assert class_balance(labels, 1.0).tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
 
 
 def test_train_split_pattern_selects_tar_files_and_names_a_missing_one(tmp_path: Path) -> None:

@@ -114,14 +114,16 @@ class Loss:
     # Scores [B, classes] -> probabilities of the classes.
     probabilities: Callable[[Tensor], Tensor] = lambda scores: scores.softmax(1)
     tasks: tuple[str, ...] = ("classification",)
+    # True if an image has a term for each class, not only for its own. train.class_weights then weight these terms.
+    has_class_terms: bool = False
 
 
 LOSSES = {
     "ce": Loss(cross_entropy),
     "bce": Loss(
-        binary_cross_entropy, sigmoid_losses, lambda scores: scores.sigmoid(), ("classification", "multilabel")
+        binary_cross_entropy, sigmoid_losses, lambda scores: scores.sigmoid(), ("classification", "multilabel"), True
     ),
-    "asl": Loss(asymmetric, sigmoid_losses, lambda scores: scores.sigmoid(), ("multilabel",)),
+    "asl": Loss(asymmetric, sigmoid_losses, lambda scores: scores.sigmoid(), ("multilabel",), True),
 }
 
 
@@ -145,24 +147,61 @@ def build_criterion(config: TrainConfig, augment: AugmentConfig, weights: dict[s
 
 
 def class_weights(config: TrainConfig, labels: Tensor | None, outputs: int) -> dict[str, Tensor]:
-    """Return the keyword argument that passes train.class_weights to the loss of a model with `outputs` scores.
+    """Return the keyword arguments that pass train.class_weights to the loss of a model with `outputs` scores.
 
-    auto is timm's: negatives over positives as `pos_weight` for several labels per image, else the inverse frequency.
+    The weights have mean 1 over all terms of the loss on the training images. So the loss keeps its size, and optim.lr and
+    optim.clip_grad their meaning; with equal classes it is the unweighted loss. With N images, n of a class, K classes:
+
+    - Cross entropy has a term per image. auto is N / (K n), scikit-learn's "balanced". The mean over all training images is
+      torch's weighted mean. torch divides by the weights of a batch, with which ranks would differ.
+    - bce and asl have a term per image and class, so the mean over the classes is 1; auto is timm's inverse frequency.
+    - auto for several labels per image: N / (2 n) for the n positives of a class, N / (2 (N - n)) for its negatives. The
+      loss multiplies `class_weight`, that of negatives, by `pos_weight`, which is timm's negatives / positives.
+
     `labels`: labels of all training images, [N] or [N, classes]; None if the dataset does not list them.
     """
     import torch
     from timm.loss import compute_class_weights
 
+    counts = None if labels is None else _count_classes(labels, outputs)
     if config.class_weights != "auto":
         if len(config.class_weights) != outputs:
             raise ValueError(
                 f"train.class_weights={config.class_weights}: expected a number for each of the model's {outputs} classes"
             )
-        return {"class_weight": torch.tensor(config.class_weights, dtype=torch.float32)}
-    if labels is None:
+        weights = torch.tensor(config.class_weights, dtype=torch.float64)
+    elif labels is None or counts is None:
         raise ValueError(
             "train.class_weights=auto: this dataset does not list its labels; give a number for each class"
         )
+    elif labels.ndim == 2:
+        return _balance_labels(counts, len(labels))
+    else:
+        # A class without an image (model.num_classes, data.limit_train) gets the mean weight of the others.
+        weights, present = torch.ones(outputs, dtype=torch.float64), counts > 0
+        weights[present] = compute_class_weights(counts[present], len(labels), method="inv_freq")[1].double()
+    has_class_terms = find_loss(config.loss).has_class_terms or (labels is not None and labels.ndim == 2)
+    terms = torch.ones(outputs) if has_class_terms else counts
+    if terms is not None:
+        mean = (weights * terms).sum() / terms.sum()
+        if mean == 0:
+            raise ValueError(f"train.class_weights={config.class_weights}: no training image has a weight above 0")
+        weights = weights / mean
+    return {"class_weight": weights.float()}
+
+
+def _count_classes(labels: Tensor, outputs: int) -> Tensor | None:
+    """Count the images of each class: [outputs]; of several labels [classes]. None for targets of a regression."""
     if labels.ndim == 2:
-        return dict([compute_class_weights((labels > 0.5).sum(0), len(labels), method="neg_pos")])
-    return dict([compute_class_weights(torch.bincount(labels, minlength=outputs), len(labels), method="inv_freq")])
+        return (labels > 0.5).sum(0)
+    return None if labels.is_floating_point() else labels.bincount(minlength=outputs)
+
+
+def _balance_labels(positives: Tensor, images: int) -> dict[str, Tensor]:
+    """Give positives and negatives of each class half of the weight. A class that has only one of them keeps weight 1."""
+    import torch
+
+    negatives = images - positives
+    has_both = (positives > 0) & (negatives > 0)
+    of_positives, of_negatives = (torch.where(has_both, images / (2 * count), 1.0) for count in (positives, negatives))
+    return {"class_weight": of_negatives, "pos_weight": of_positives / of_negatives}

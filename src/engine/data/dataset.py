@@ -70,8 +70,12 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     import torch
 
     files = getattr(split, "files", None)
-    labels = torch.tensor([label for _, label in files]) if files else getattr(split, "labels", None)
-    return labels if labels is None or chosen is None else labels[chosen]
+    listed = [label for _, label in files] if files else getattr(split, "labels", None)
+    if listed is None:
+        return None
+    # Splits of tar files have a numpy array.
+    labels = torch.as_tensor(listed)
+    return labels if chosen is None else labels[chosen]
 
 
 def split_fingerprint(*splits: Split) -> str:

@@ -119,6 +119,8 @@ def _check_data(run: BuiltRun, contents: dict[str, Any]) -> list[str]:
                 f"epoch has read; finish that epoch with the version that wrote it, or {remedy}"
             )
         return []
+    # Older checkpoints have it only in their config.
+    before = {"balance": contents.get("config", {}).get("data.balance", 0.0), **before}
     differences = [f"{name}: {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
     if differences and step:
         raise ValueError(
@@ -149,6 +151,7 @@ def _data_of_a_step(run: BuiltRun) -> dict[str, Any]:
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,
         "aug_repeats": config.data.augment.aug_repeats,
+        "balance": config.data.balance,
     }
 
 
