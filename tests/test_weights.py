@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from conftest import Finished, resolved
 from PIL import Image
 from safetensors.torch import save_file
+from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
@@ -114,7 +116,7 @@ def unsafe() -> Any:
         (lambda: {}, "contains no tensors|not readable"),
         (lambda: {"epoch": 3}, "contains no tensors|not readable"),
         (lambda: torch.zeros(3), "contains no tensors|not readable"),
-        (unsafe, "more than tensors and plain values"),
+        (unsafe, "Python objects besides tensors"),
     ],
     ids=["architecture", "width", "empty", "numbers", "tensor", "unsafe"],
 )
@@ -267,3 +269,63 @@ def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
     built = build_model(ModelConfig(name=name, weights=str(path), kwargs=kwargs), 5, 3, None, torch.device("cpu"))
     load_weights(built, path, list("abcde"))
     assert is_equal(built, state, but="head.")
+
+
+def as_timm_saves(state: nn.Module, path: Path) -> None:
+    """Write a checkpoint as timm's train.py does: with its arguments, which are an argparse.Namespace."""
+    optimizer = torch.optim.SGD(state.parameters(), lr=0.1)
+    saver = CheckpointSaver(state, optimizer, Namespace(model="vit_tiny_patch16_224", lr=0.1), checkpoint_dir=path)
+    saver.save_checkpoint(1, metric=0.5)
+
+
+def test_model_weights_load_from_a_checkpoint_that_timm_train_py_saved(tmp_path: Path) -> None:
+    source = model(seed=1)
+    as_timm_saves(source, tmp_path)
+    fresh = model(seed=2)
+    load_weights(fresh, tmp_path / "last.pth.tar", DIGITS)
+    assert is_equal(fresh, source.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix"), [("model_state_dict", ""), ("state_dict", "model."), ("state_dict", "net._orig_mod.")]
+)
+def test_model_weights_load_from_pytorch_tutorial_and_lightning_checkpoints(
+    tmp_path: Path, key: str, prefix: str
+) -> None:
+    state = model(seed=1).state_dict()
+    named = {prefix + name: tensor for name, tensor in state.items()} | {"criterion.weight": torch.ones(10)}
+    torch.save({key: named, "epoch": 3, "optimizer_state_dict": {}}, tmp_path / "last.ckpt")
+    fresh = model(seed=2)
+    line = load_weights(fresh, tmp_path / "last.ckpt", DIGITS)
+    assert is_equal(fresh, state) and "criterion.weight" in line
+
+
+class Inner(nn.Module):
+    """A model that itself has parts named `model` and `net`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.net = nn.Linear(2, 2), nn.Linear(2, 3)
+
+
+def test_names_of_a_model_with_a_part_named_model_keep_their_prefix(tmp_path: Path) -> None:
+    state = {name: torch.ones_like(tensor) for name, tensor in Inner().state_dict().items()}
+    torch.save(state, tmp_path / "weights.pt")
+    fresh = Inner()
+    load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
+    assert is_equal(fresh, state)
+
+
+def test_weights_strict_false_refuses_a_file_of_which_only_buffers_fit(tmp_path: Path) -> None:
+    state = timm.create_model("test_resnet", num_classes=10).state_dict()
+    counters = {name: tensor for name, tensor in state.items() if "num_batches_tracked" in name}
+    averages = {name: tensor for name, tensor in state.items() if "running_mean" in name}
+    other = timm.create_model("test_resnet", num_classes=10)
+    for tensors in (model().state_dict(), model().state_dict() | counters, counters | averages):
+        torch.save(tensors, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=r"^model\.weights=") as refusal:
+            load_weights(other, tmp_path / "weights.pt", DIGITS, strict=False)
+        assert "weights_strict=" not in str(refusal.value)
+    torch.save({"conv1.0.weight": state["conv1.0.weight"]}, tmp_path / "weights.pt")
+    load_weights(other, tmp_path / "weights.pt", DIGITS, strict=False)
+    assert torch.equal(other.state_dict()["conv1.0.weight"], state["conv1.0.weight"])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from timm.models import adapt_input_conv, get_model_traits, load_state_dict
+from timm.models import adapt_input_conv, clean_state_dict, get_model_traits, load_state_dict
 from torch import Tensor, nn
 
 from src.engine.runtime.weights import fill_model, read_weights
 from src.models.freeze import head_names
+
+# Names that Lightning modules commonly give their model: of Lightning's documentation, and of lightning-hydra-template.
+LIGHTNING_PREFIXES = ("model.", "net.")
 
 
 def load_weights(
@@ -20,17 +24,32 @@ def load_weights(
     In training, tensors are adapted as timm adapts its pretrained weights: names of original files, position embeddings of
     another image size, and a first convolution of other channels. `class_names`: of the data. `strict`: see `fill_model`.
 
-    The file is .safetensors, a checkpoint of this project or of timm, or a bare state dict, read with `weights_only`. Of raw
-    and averaged weights, those that the run's checkpoint.metric evaluates are loaded, or timm's averaged ones. Prefixes that
-    DataParallel, DDP and torch.compile put before names are removed.
+    The file is .safetensors, a checkpoint of this project, of timm, of Lightning or of a PyTorch tutorial, or a bare state
+    dict, read with `weights_only`. Of raw and averaged weights, those that the run's checkpoint.metric evaluates are loaded,
+    or timm's averaged ones. Prefixes that DataParallel, DDP, torch.compile and Lightning put before names are removed.
     """
-    file = read_weights(path, partial(load_state_dict, use_ema=True, weights_only=True))
+    file = read_weights(path, partial(_read_foreign, own_names=list(model.state_dict())))
     if not for_evaluation:
         try:
             file.tensors = _adapted(file.tensors, model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(f"model.weights={path}: timm cannot adapt it to this model.name ({error})") from None
     return fill_model(model, file, head_names(model), class_names, for_evaluation, strict)
+
+
+def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
+    """Read a state dict as timm does, from PyTorch's tutorials and Lightning too. `own_names`: of the model's tensors."""
+    state = load_state_dict(str(path), use_ema=True, weights_only=True)
+    if isinstance(state.get("model_state_dict"), dict):
+        state = clean_state_dict(state["model_state_dict"])
+    for prefix in LIGHTNING_PREFIXES:
+        # A model may itself have a part of this name.
+        if any(name.startswith(prefix) for name in own_names):
+            continue
+        inner = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        outer = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+        state = outer | clean_state_dict(inner)
+    return state
 
 
 def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,9 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
     try:
         contents: Any = None
         if path.suffix != ".safetensors":
-            contents = torch.load(path, map_location="cpu", weights_only=True)
+            # timm's train.py stores its arguments, and timm's reader allows this class too: it holds values by name.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                contents = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(contents, dict) and "model" in contents and isinstance(contents.get("format"), int):
             return _of_checkpoint(path, contents)
         state = read_foreign(path)
@@ -38,11 +43,23 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         raise ValueError(f"model.weights={path}: no such file") from None
     # torch, safetensors and files that hold something else raise many types.
     except Exception as error:
-        reason = "more than tensors and plain values" if "weights_only" in str(error) else f"{error}"[:200]
-        raise ValueError(f"model.weights={path}: not readable as weights ({' '.join(reason.split())})") from None
+        if _has_python_objects(path):
+            problem = "contains Python objects besides tensors and plain values, so it is not loaded"
+            raise ValueError(f"model.weights={path}: {problem}; save model.state_dict() instead") from None
+        reason = " ".join(str(error)[:200].split())
+        if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
+            reason = "not a complete file of torch.save"
+        raise ValueError(f"model.weights={path}: not readable as weights ({reason})") from None
     if not tensors:
         raise ValueError(f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint")
     return WeightsFile(path, tensors)
+
+
+def _has_python_objects(path: Path) -> bool:
+    """Return True if a file of torch.save names a class or function that torch.load does not allow."""
+    with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        return bool(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    return False
 
 
 def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
@@ -88,9 +105,13 @@ def fill_model(
     fresh = head if why_fresh else set()
     # torch loads a BatchNorm without its count of batches.
     missing = [name for name in own if problems[name] and name not in fresh and "num_batches_tracked" not in name]
-    if missing and (strict or for_evaluation or len(missing) + len(fresh) == len(own)):
+    # Counters and other buffers of a different model may fit. They alone are no weights.
+    trained = [name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad]
+    fits = any(not problems[name] and name not in fresh for name in trained)
+    if missing and (strict or for_evaluation or not fits):
         size = "" if file.input_size is None else " (channels, height, width: {}, {}, {})".format(*file.input_size)
-        hint = "" if for_evaluation else "; or model.weights_strict=false, to train these tensors from scratch"
+        may_be_fresh = fits and not for_evaluation
+        hint = "; or model.weights_strict=false, to train these tensors from scratch" if may_be_fresh else ""
         raise ValueError(
             f"model.weights={file.path}: {len(missing)} of the model's {len(own)} tensors would stay random: "
             f"{first([problems[name] for name in missing], 3)}; use the model.name, model.kwargs, image size "
