@@ -235,6 +235,25 @@ def test_export_writes_the_crop_mode_of_the_run_to_config_json(finished_run: Fin
     assert json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["crop_mode"] == "border"
 
 
+@pytest.mark.parametrize(
+    ("pretrained", "origin"), [(False, None), (True, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")]
+)
+def test_exports_state_no_tag_or_license_of_other_weights_but_the_base_model_of_a_fine_tuned_one(
+    finished_run: Finished, tmp_path: Path, pretrained: bool, origin: str | None
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.config = replace(trained.config, model=replace(trained.config.model, pretrained=pretrained))
+    export.export_safetensors(trained, tmp_path / "folder")
+    hub.export_hub(trained, tmp_path / "hub")
+    for folder in ("folder", "hub"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert not {"license", "origin_url", "paper_ids", "tag"} & config["pretrained_cfg"].keys()
+        assert "augreg" not in str(config["pretrained_cfg"])
+        assert config.get("base_model") == origin
+    header = yaml.safe_load((tmp_path / "hub" / "README.md").read_text().split("---")[1])
+    assert header.get("base_model") == origin and "license" not in header
+
+
 def test_torch_export_program_matches_the_model_for_any_batch_size(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,12 +15,15 @@ from timm.utils.onnx import onnx_export
 from torch import nn
 
 from src.commands.load import Trained
+from src.engine.machine.files import write_json
 
 # Largest difference of outputs that counts as rounding, because a traced program may use other kernels. It is relative to
 # the largest score, or absolute if all scores are below 1.
 ROUNDING = 1e-4
 # Batch sizes for comparing outputs. There are two, because a program may be valid only for the batch size of its trace.
 BATCHES = (1, 7)
+# Entries of timm's pretrained_cfg that are about its own weights.
+OF_PRETRAINED_WEIGHTS = ("license", "origin_url", "paper_ids", "paper_name", "tag", "notes", "description")
 
 
 def export_safetensors(trained: Trained, folder: Path) -> list[str]:
@@ -40,7 +43,7 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
         safe_serialization=True,
         data_config=dataclasses.asdict(trained.preprocessing),
     )
-    arguments = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_args"]
+    arguments = _describe_own_weights(trained, folder / "config.json")["model_args"]
     check_same(trained, timm.create_model(name, checkpoint_path=str(path), **arguments), path)
     by_folder = f"local-dir:{folder.resolve()}"
     check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
@@ -49,6 +52,28 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
         f"timm.create_model({by_folder!r}, pretrained=True)",
         f"timm.create_model({name!r}, checkpoint_path={str(path)!r}, {keywords})",
     ]
+
+
+def _describe_own_weights(trained: Trained, path: Path) -> dict[str, Any]:
+    """Remove from config.json what timm states of its own weights, such as their license. Return the contents.
+
+    Weights of timm that the run started from are named as `base_model`.
+    """
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for key in OF_PRETRAINED_WEIGHTS:
+        config["pretrained_cfg"].pop(key, None)
+    if (origin := base_model(trained)) is not None:
+        config["base_model"] = origin
+    write_json(path, config)
+    return config
+
+
+def base_model(trained: Trained) -> str | None:
+    """Return the Hugging Face name of timm's weights that the run started from; None if it started from others."""
+    if not trained.config.model.pretrained:
+        return None
+    name: str | None = getattr(trained.model, "pretrained_cfg", {}).get("hf_hub_id")
+    return name
 
 
 def export_program(trained: Trained, folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import timm
 
-from src.commands.export import check_same, export_safetensors
+from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
 from src.engine.machine.files import write_json, write_text
 from src.engine.record.environment import read_environment
@@ -41,7 +41,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
 
 
 def _complete_config(trained: Trained, path: Path) -> None:
-    """Change config.json so that transformers loads it too, and so that it states no license of other weights."""
+    """Change config.json so that transformers loads it too."""
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers passes num_classes as well, and two values are an error.
     config["model_args"].pop("num_classes", None)
@@ -50,8 +50,6 @@ def _complete_config(trained: Trained, path: Path) -> None:
     config["label_names"] = [*trained.class_names, *(f"unused_{number}" for number in unnamed)]
     if trained.config.train.task == "multilabel":
         config["problem_type"] = "multi_label_classification"
-    for key in ("license", "origin_url", "paper_ids", "paper_name", "tag"):
-        config["pretrained_cfg"].pop(key, None)
     write_json(path, config)
 
 
@@ -61,6 +59,7 @@ def _model_card(trained: Trained, result: Result) -> str:
     return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         trained=trained,
         config=trained.config,
+        base_model=base_model(trained),
         # Image folders and CSV files have no other name than that of their path.
         data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
         result=result,
