@@ -34,8 +34,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, help="run folder")
     parser.add_argument("--split", choices=["val", "test", "all"], default="all")
     parser.add_argument("--checkpoint", help="best, last or a file (default: what result.json names, else the newest)")
+    parser.add_argument("--weights", choices=["model", "ema"], help="raw or averaged weights (default: both)")
     parser.add_argument(
-        "--predictions", type=Path, help="CSV file: path, label and the five best classes of each image"
+        "--predictions",
+        type=Path,
+        help="CSV file with a line per image: path, label and the five best classes (with several labels: all classes)",
     )
     given, overrides = parser.parse_known_intermixed_args(arguments)
     return _evaluate(given, overrides, arguments)
@@ -47,6 +50,8 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
+    if given.run is None and given.weights is not None:
+        raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
     ranks = ranks_from_environment(os.environ)
     config = evaluation_config(given.run, overrides, ranks)
     check_data(config, None if given.run is None else given.split)
@@ -62,7 +67,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     ranks = ranks or Ranks()
     store = open_store(ranks) if config.parallel.has_ranks else None
     for split, numbers in evaluate_config(
-        config, given.run, given.split, given.checkpoint, ranks, store, given.predictions
+        config, given.run, given.split, given.checkpoint, ranks, store, given.predictions, given.weights
     ):
         if ranks.is_first:
             print(json.dumps({"split": split, **numbers}), flush=True)

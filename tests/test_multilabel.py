@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from conftest import resolved, run_warm
+from conftest import ROOT, resolved, run_warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,7 +25,8 @@ from torch import Tensor
 import evaluate as entry
 from src.engine.data.samplers import TrainSampler, class_balance
 from src.engine.record.result import read_result
-from src.engine.runtime.predictions import calibration_error, count_by_confidence
+from src.engine.runtime.evaluation import Evaluation
+from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
 from src.schema import AugmentConfig, TrainConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
@@ -97,7 +101,8 @@ def test_calibration_error_matches_scikit_learn_calibration_curve(images: int, c
 
 @pytest.fixture(scope="module")
 def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_warm(tmp_path_factory.mktemp("single"), *SMALL, f"data.root={scenes}", "parallel=single")
+    words = (*SMALL, f"data.root={scenes}", "parallel=single", "model.ema.decay=0.9", "checkpoint.metric=val/map_ema")
+    return run_warm(tmp_path_factory.mktemp("single"), *words)
 
 
 @pytest.mark.processes
@@ -112,23 +117,56 @@ def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
         assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
+def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Run the Python of docs/finetune.md on a predictions.csv. Return the table, and labels and scores by class."""
+    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "predictions.csv" in block]
+    names: dict[str, Any] = {}
+    exec(code.replace("predictions.csv", str(path)), names)
+    return names["table"], names["labels"], names["scores"]
+
+
+@pytest.mark.parametrize(("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")])
 def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
-    multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, weights: str
 ) -> None:
-    table = tmp_path / "predictions.csv"
-    assert entry.main([f"run={multilabel_run}", f"predictions={table}", "checkpoint=last", "data.workers=0"]) == 0
-    with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
-    val = read_result(multilabel_run).val
-    assert len(rows) == val["samples"]
-    scores, labels = np.zeros((len(rows), 3)), np.zeros((len(rows), 3))
-    for number, row in enumerate(rows):
-        for name in filter(None, row["label"].split(";")):
-            labels[number, LABELS.index(name)] = 1
-        for place in (1, 2, 3):
-            scores[number, LABELS.index(row[f"class_{place}"])] = float(row[f"probability_{place}"])
-    assert average_precision_score(labels, scores, average="macro") == pytest.approx(val["map"], abs=1e-3)
-    assert f1_score(labels, scores >= 0.5, average="macro", zero_division=0) == pytest.approx(val["f1_macro"])
+    """Without `weights`, the metrics of both sets are printed, and the file is of those that checkpoint.metric evaluates."""
+    path = tmp_path / "predictions.csv"
+    words = [f"run={multilabel_run}", f"predictions={path}", "checkpoint=last", "data.workers=0", word]
+    assert entry.main([word for word in words if word]) == 0
+    printed = [json.loads(line)["weights"] for line in capfd.readouterr().out.splitlines()]
+    assert printed == ([weights] if word else ["model", "ema"])
+    table, labels, scores = as_documented(path)
+    val, suffix = read_result(multilabel_run).val, "_ema" if weights == "ema" else ""
+    assert len(table) == val["samples"] and set(table["weights"]) == {weights}
+    assert sorted(scores.columns) == sorted(LABELS) == list(labels.columns)
+    expected = average_precision_score(labels.to_numpy(), scores.to_numpy(), average="macro")
+    assert expected == pytest.approx(val[f"map{suffix}"], abs=1e-6)
+    expected = f1_score(labels.to_numpy(), scores.to_numpy() >= 0.5, average="macro", zero_division=0)
+    assert expected == pytest.approx(val[f"f1_macro{suffix}"], abs=1e-6)
+
+
+def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_path: Path) -> None:
+    """More classes than five, and scores whose sigmoids are equal in single precision."""
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randn(60, 9, generator=draw) * 12
+    labels = (torch.rand(60, 9, generator=draw) < 0.3).float()
+    names = [f"class {number}" for number in range(9)]
+    table = prediction_table(Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, names, torch.sigmoid)
+    table.to_csv(tmp_path / "predictions.csv", index=False)
+    _, read_labels, read_scores = as_documented(tmp_path / "predictions.csv")
+    expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
+    assert average_precision_score(read_labels.to_numpy(), read_scores.to_numpy(), average="macro") == pytest.approx(
+        expected, abs=1e-9
+    )
+
+
+def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
+    rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
+    table = prediction_table(Evaluation(2, {}, {}, rows), None, list("abcdefg"), lambda scores: scores.softmax(1))
+    places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
+    assert list(table.columns) == ["path", "label", *places]
+    assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
 
 
 @pytest.mark.slow(seconds=5)

@@ -48,11 +48,13 @@ def evaluate_config(
     ranks: Ranks,
     store: Store | None,
     predictions: Path | None = None,
+    weights: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Evaluate a model on `split` (val, test or all), also with averaged weights if present. Yield (split, metrics).
+    """Evaluate a model on `split` (val, test or all). Yield (split, metrics).
 
     `which`: the checkpoint of the run `folder`, as best, last or a file; None: the one that result.json names. `folder`
-    None: the weights of config.model. `predictions`: a CSV file to write, with a line per image.
+    None: the weights of config.model. `predictions`: a CSV file to write, with a line per image. `weights`: model, or ema
+    (averaged); None: evaluate both, and predict with those that checkpoint.metric evaluates.
     """
     if config.train.deterministic:
         use_deterministic_algorithms()
@@ -70,32 +72,44 @@ def evaluate_config(
         dataset, model, loaders = built.dataset, built.model, built.evaluation
         for loader in loaders.values():
             on_close.callback(loader.close)
-        if config.model.weights is not None:
-            line = load_weights(model, Path(config.model.weights), dataset.class_names, for_evaluation=True)
-            if strategy.is_first:
-                print(f"weights      {line}", file=sys.stderr)
-        elif folder is None:
-            _check_head(config, model, len(dataset.class_names))
-        elif contents.get("classes", dataset.class_names) != dataset.class_names:
-            difference = class_difference(contents["classes"], dataset.class_names)
-            raise ValueError(f"data: expected the same classes as in the run {folder} ({difference})")
+        _load_weights(config, folder, contents, built)
         if split not in ("all", *loaders):
             raise ValueError(f"split={split}: this data has no such split; it has {', '.join(loaders)}")
         chosen = list(loaders) if split == "all" else [split]
+        averaged = ["ema"] if contents.get("ema") else []
+        sets = [weights] if weights else ["model", *averaged]
+        predicting = sets[-1] if config.checkpoint.metric.endswith("_ema") else sets[0]
         tables: list[pd.DataFrame] = []
-        for weights, name in itertools.product(("model", "ema") if contents.get("ema") else ("model",), chosen):
+        for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                checkpoint.fill(model, contents, weights)
-            evaluation = _evaluate_split(config, strategy, model, loaders[name], predictions is not None)
-            if predictions is not None and strategy.is_first:
+                checkpoint.fill(model, contents, evaluated)
+            keeps_rows = predictions is not None and evaluated == predicting
+            evaluation = _evaluate_split(config, strategy, model, loaders[name], keeps_rows)
+            if keeps_rows and strategy.is_first:
                 probabilities = find_loss(config.train.loss).probabilities
                 rows = prediction_table(evaluation, getattr(dataset, name), dataset.class_names, probabilities)
-                tables.append(rows.assign(split=name, weights=weights))
-            source = {"checkpoint": str(path), "weights": weights} if contents else {"model": config.model.name}
+                tables.append(rows.assign(split=name, weights=evaluated))
+            source = {"checkpoint": str(path), "weights": evaluated} if contents else {"model": config.model.name}
             world_size = measured_world_size(strategy)
             yield name, {**source, "world_size": world_size, **evaluation.numbers, **details(evaluation)}
         if predictions is not None and tables:
-            write_text(predictions, pd.concat(tables).to_csv(index=False, float_format="%.6f", lineterminator="\n"))
+            write_text(predictions, pd.concat(tables).to_csv(index=False, lineterminator="\n"))
+
+
+def _load_weights(
+    config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: EvaluationParts
+) -> None:
+    """Load the file model.weights, or check that the weights to evaluate are for the data's classes."""
+    dataset, model = built.dataset, built.model
+    if config.model.weights is not None:
+        line = load_weights(model, Path(config.model.weights), dataset.class_names, for_evaluation=True)
+        if built.strategy.is_first:
+            print(f"weights      {line}", file=sys.stderr)
+    elif folder is None:
+        _check_head(config, model, len(dataset.class_names))
+    elif contents.get("classes", dataset.class_names) != dataset.class_names:
+        difference = class_difference(contents["classes"], dataset.class_names)
+        raise ValueError(f"data: expected the same classes as in the run {folder} ({difference})")
 
 
 def _evaluate_split(

@@ -23,7 +23,10 @@ BINS = 15
 def prediction_table(
     evaluation: Evaluation, split: Any, class_names: list[str], probabilities: Callable[[Tensor], Tensor]
 ) -> pd.DataFrame:
-    """Return a table with a row per evaluated image: path (or index), label, and the five most likely classes."""
+    """Return a table with a row per evaluated image: path (or index), label, and classes with probabilities, best first.
+
+    The classes are the five most likely ones, or with several labels per image all classes, to compute metrics from.
+    """
     assert evaluation.rows is not None
     indices, scores, labels = evaluation.rows
     files = getattr(split, "files", None)
@@ -32,10 +35,14 @@ def prediction_table(
         columns["label"] = [class_names[label] for label in labels.tolist()]
     else:
         columns["label"] = [_join_labels(row, class_names) for row in labels.tolist()]
-    best = probabilities(scores).topk(min(5, len(class_names)))
-    for place in range(best.indices.shape[1]):
+    shown, form = min(5, len(class_names)), "{:.6f}"
+    if labels.ndim == 2:
+        # In single precision, different scores above 17 would have equal probabilities. `repr` has all digits.
+        scores, shown, form = scores.double(), len(class_names), "{!r}"
+    best = probabilities(scores).topk(shown)
+    for place in range(shown):
         columns[f"class_{place + 1}"] = [class_names[index] for index in best.indices[:, place].tolist()]
-        columns[f"probability_{place + 1}"] = best.values[:, place].tolist()
+        columns[f"probability_{place + 1}"] = [form.format(value) for value in best.values[:, place].tolist()]
     return pd.DataFrame(columns)
 
 
