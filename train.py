@@ -91,10 +91,16 @@ def _parse(command_line: list[str]) -> Any:
                 "--local-rank: torch.distributed.launch is not supported; "
                 "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
             )
-        option = re.search(r"unrecognized arguments: --([\w.-]+)", message)
-        suggestion = key_hint(option.group(1).replace("-", "_")) if option else ""
-        if suggestion:
-            message += f"; keys have no dashes in front{suggestion}"
+        # The first word with dashes that is no option of Hydra, nor the start of just one: --lr=0.1, -j, --config.
+        options = list(parser._option_string_actions)
+        for word in command_line:
+            name = word.partition("=")[0]
+            if not re.match("--?[a-z]", word) or name in options:
+                continue
+            is_abbreviation = len([option for option in options if option.startswith(name)]) == 1
+            if not is_abbreviation and (suggestion := key_hint(name.lstrip("-").replace("-", "_"))):
+                message = f"{word}: no such option; keys have no dashes in front{suggestion}"
+                break
         raise ValueError(f"{message}; see python train.py --help")
 
     parser = get_args_parser()
@@ -168,12 +174,13 @@ def _show_with_hydra(arguments: Any) -> int:
     """Let Hydra print --help, --cfg, --info or shell completion."""
     import hydra
 
-    from src.engine.config.compose import compose_command, store_schema
+    from src.engine.config.compose import check_package, compose_command, store_schema
 
     chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
         # Refuse in one line, before Hydra imports the classes that a config names. A bare --help has nothing to refuse.
-        compose_command(argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}))
+        composed = argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg})
+        check_package(arguments.package, arguments.cfg, compose_command(composed).tree)
     store_schema()
     shown = io.StringIO()
     try:

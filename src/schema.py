@@ -67,6 +67,8 @@ OPTIMIZERS_OF_PARTS = (
     *("lambw", "laprop", "lars", "lion", "madgrad", "momentum", "nadam", "nadamw", "nesterov", "nesterovw", "radam"),
     *("radamw", "rmsprop", "rmsproptf", "sgd", "sgdw"),
 )
+# timm's optimizers with Nesterov momentum, which must be above 0.
+NESTEROV = ("csgdc", "csgdw", "nesterov", "nesterovw", "nlarc", "nlars", "sgd", "sgdc", "sgdw")
 
 
 @dataclass
@@ -107,7 +109,8 @@ class ModelConfig:
         if isinstance(self.freeze, int) and self.freeze < 1:
             yield f"model.freeze={self.freeze}: expected a number of groups >= 1, backbone, or a regular expression"
         if isinstance(self.freeze, str) and not is_regular_expression(self.freeze):
-            yield f"model.freeze={self.freeze}: not a regular expression; give backbone, a number, or e.g. '(stem|layer1)'"
+            example = "'model.freeze=\"(stem|layer1)\"'"
+            yield f"model.freeze={self.freeze}: not a regular expression; give backbone, a number, or e.g. {example}"
         if self.weights is None and not self.weights_strict:
             yield "model.weights_strict=false: has no effect without model.weights=<file>"
         # On a cluster, the job checks that the file exists.
@@ -259,7 +262,8 @@ class DataConfig:
         if self.fold is not None and self.val_fraction is not None:
             yield f"data.fold={self.fold}: data.val_fraction={self.val_fraction} chooses val already; set one"
         if self.group_pattern is not None and not is_regular_expression(self.group_pattern):
-            yield f"data.group_pattern={self.group_pattern}: not a regular expression; e.g. '(patient_[0-9]+)'"
+            example = "'data.group_pattern=\"(patient_[0-9]+)\"'"
+            yield f"data.group_pattern={self.group_pattern}: not a regular expression; e.g. {example}"
 
 
 @dataclass
@@ -384,6 +388,12 @@ class OptimConfig:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
         if whole.parallel.strategy == "fsdp":
             yield from self._fsdp_problems()
+        if self.momentum == 0 and self.opt in NESTEROV and self.kwargs.get("nesterov", True):
+            fix = "use optim.opt=momentum, or +optim.kwargs.nesterov=false"
+            yield f"optim.momentum=0: the Nesterov momentum of optim.opt={self.opt} must be above 0; {fix}"
+        if self.sched == "rsqrt" and self.warmup_epochs == 0 and not self.sched_kwargs.get("stable_timescale"):
+            fix = "set it above 0, or +optim.sched_kwargs.stable_timescale=<epochs>"
+            yield f"optim.warmup_epochs=0: the warm-up is the time scale of optim.sched=rsqrt; {fix}"
         if not self.warmup_prefix and self.sched in ("constant", "wsd", "rsqrt"):
             yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
         if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ import pytest
 import timm
 import torch
 from conftest import ROOT, Finished, Train, in_ranks, parse, tiny
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from PIL import Image
 
 import train as entry
 from src.engine.config.compose import compose_command
 from src.engine.config.resolve import resolve
+from src.engine.config.suggest import is_known
 from src.engine.keys import SearchConfig, SweepConfig
 from src.engine.machine.ranks import Ranks
 from src.engine.sweep.points import expand
@@ -170,6 +174,40 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
     if not (ROOT / ".template.json").exists():
         assert {name for names in ELSEWHERE.values() for name in names.split()} <= tests
         assert [p for p in (*ELSEWHERE, *NOT_RUN) if not any(re.match(p, command) for command in SHOWN)] == []
+
+
+def documented_overrides() -> set[str]:
+    """Return the words `key=value` of commands and inline code, also of docs/extend.md, as a shell passes them on."""
+    block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+    texts = list(SHOWN)
+    for path in {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}:
+        texts += re.findall(r"`([^`]+)`", block.sub("", path.read_text(encoding="utf-8"))) + commands_of(path)
+    words: set[str] = set()
+    for text in texts:
+        # A span of prose may have an apostrophe.
+        with suppress(ValueError):
+            words.update(shlex.split(text))
+    keys = {word: re.match(r"[+~]{0,2}([a-z_0-9.]+)=", word) for word in words if not re.search("[<…]", word)}
+    return {word for word, key in keys.items() if key is not None and is_known(key[1])}
+
+
+def test_every_documented_override_can_be_typed_as_documented() -> None:
+    """Hydra's grammar needs inner quotes around a text with parentheses or backslashes."""
+    words = documented_overrides()
+    assert len(words) > 200
+    parser = OverridesParser.create()
+    refused = []
+    for word in sorted(words):
+        try:
+            parser.parse_overrides([word])
+        except OverrideParseException:
+            refused.append(word)
+    assert refused == []
+    (pattern,) = [word for word in words if word.startswith("data.group_pattern=")]
+    value = compose_command(
+        parse("data=folder", "data.root=x", "data.val_fraction=0.2", pattern)
+    ).config.data.group_pattern
+    assert re.search(str(value), "rose/p17_2.jpg")[1] == "p17"  # type: ignore[index]
 
 
 # --- trainings: each takes a step

@@ -72,7 +72,7 @@ GROUP_OPTIONS = [
     ("experiment=compar", "experiment=compar", "compare"),
     ("debug=nope", "debug=nope", "fast", "overfit"),
     ("model=null", "model"),
-    ("train=false", "train=false: ", "default, multilabel"),
+    ("train=false", "train=false: ", "python evaluate.py run="),
     ("train=[nope]", "train=nope: ", "default, multilabel"),
     ("tracker=[tensorboard,wandbb]", "tracker=wandbb: ", "wandb"),
     ("hydra/launcher=joblib", "hydra/launcher", "joblib"),

@@ -11,6 +11,7 @@ from conftest import resolved
 from torch import nn
 
 from src.engine.config.suggest import timm_optimizers
+from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_optimizer, build_schedule
 
 HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
@@ -47,6 +48,33 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
         pytest.skip("Apex or bitsandbytes may work here")
     with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
         build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
+def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(opt: str) -> None:
+    config = OptimConfig(opt=opt, momentum=0)
+    early = list(config.problems(Config()))
+    assert [line.partition(":")[0] for line in early] == (["optim.momentum=0"] if opt in NESTEROV else [])
+    if early:
+        # An empty optim.kwargs is not what is wrong.
+        with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
+            build_optimizer(config, 1e-3, nn.Linear(2, 2))
+        assert "kwargs" not in str(error.value)
+    else:
+        build_optimizer(config, 1e-3, nn.Linear(2, 2))
+    assert list(OptimConfig(opt=opt, momentum=0, kwargs={"nesterov": False}).problems(Config())) == []
+
+
+def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given() -> None:
+    config = OptimConfig(sched="rsqrt", warmup_epochs=0)
+    assert [line.partition(":")[0] for line in config.problems(Config())] == ["optim.warmup_epochs=0"]
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="optim: rsqrt ") as error:
+        build_schedule(config, TrainConfig(), optimizer, 10)
+    assert "kwargs" not in str(error.value)
+    config.sched_kwargs = {"stable_timescale": 2}
+    assert list(config.problems(Config())) == []
+    build_schedule(config, TrainConfig(), optimizer, 10)
 
 
 def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import in_ranks, resolved
+from conftest import in_ranks, parse, resolved
 from PIL import Image
 from timm.data import create_transform
 from torch import nn
@@ -23,8 +23,10 @@ from torchvision.transforms import v2
 
 from src.data.datasets import build_dataset
 from src.data.transforms import Preprocessing, evaluation_transform
+from src.engine.config.compose import compose_command
 from src.engine.machine.ranks import Ranks
 from src.engine.runtime.replica_checks import parameters_hash
+from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.parallel import build_strategy
 from src.schema import DataConfig, ResolvedConfig
@@ -424,3 +426,13 @@ def test_crop_mode_border_keeps_the_pixels_of_an_image_that_is_one_pixel_wide() 
     preprocessing = Preprocessing((3, 64, 64), (0.5,) * 3, (0.5,) * 3, 1.0, "border", "bilinear")
     actual = evaluation_transform(preprocessing)(torch.full((3, 500, 1), 255, dtype=torch.uint8))
     assert actual.shape == (3, 64, 64) and set(actual.unique().tolist()) == {128, 255}
+
+
+def test_error_about_model_kwargs_names_both_keys() -> None:
+    """The options of model=tiny with the model.name of an experiment."""
+    config = compose_command(parse("experiment=finetune", "model=tiny", "data.root=x")).config.model
+    config.pretrained = False
+    with pytest.raises(ValueError, match=r"^model\.kwargs=") as refusal:
+        build_model(config, 3, 3, 32, torch.device("cpu"))
+    assert f"model.name={config.name}" in str(refusal.value) and config.name.startswith("convnext")
+    assert str(refusal.value).count("model.name") == 2

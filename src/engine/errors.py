@@ -52,8 +52,10 @@ class UnreadableImageError(ValueError):
 
 
 @contextmanager
-def refuse_wrong_arguments(key: str, values: Any, receiver: str, *errors: type[Exception]) -> Iterator[None]:
-    """Convert an error about arguments in the `with` block to a ValueError that names the config key.
+def refuse_wrong_arguments(
+    key: str, values: Any, receiver: str, *errors: type[Exception], fix: str = ""
+) -> Iterator[None]:
+    """Convert an error about arguments in the `with` block to a ValueError that names the config key, and the `fix`.
 
     `errors`: types that a library function raises for wrong arguments. Without them the receiver is a class of this
     project: only a TypeError about an argument is converted, because other errors are bugs, which need their traceback.
@@ -64,4 +66,10 @@ def refuse_wrong_arguments(key: str, values: Any, receiver: str, *errors: type[E
     except wrong_arguments as error:
         if not errors and "argument" not in str(error):
             raise
-        raise ValueError(f"{key}={values}: {receiver} does not accept them ({error})") from None
+        # Without values, another key of the group is wrong.
+        given = (
+            f"{key}={values}: {receiver} does not accept them"
+            if values
+            else f"{key.partition('.')[0]}: {receiver} does not accept its settings"
+        )
+        raise ValueError(f"{given} ({error}){fix}") from None

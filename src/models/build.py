@@ -31,11 +31,14 @@ def build_model(
             f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave it at null"
         )
     arguments: dict[str, Any] = {"num_classes": config.num_classes or classes, "in_chans": in_chans}
+    # An experiment's model.name replaces that of model=<option>, but not the option's other keys.
+    fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
+    receiver = f"model.name={config.name}"
     if is_own_class(config.name):
-        with refuse_wrong_arguments("model.kwargs", config.kwargs, config.name):
+        with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, fix=fix):
             model = _own_model(config, arguments)
     else:
-        with refuse_wrong_arguments("model.kwargs", config.kwargs, config.name, AttributeError, AssertionError):
+        with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, AttributeError, AssertionError, fix=fix):
             model = _timm_model(config, arguments, image_size)
     if config.grad_checkpointing:
         try:

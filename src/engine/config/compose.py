@@ -22,7 +22,7 @@ from src.engine.config.aliases import check_aliases_of, load_yaml
 from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
-from src.engine.config.suggest import ROOT, explain, plain_values
+from src.engine.config.suggest import ROOT, explain, is_known, key_hint, plain_values
 from src.engine.config.validate import check_combination, check_values
 from src.engine.keys import leaves
 from src.engine.machine.files import write_text
@@ -98,6 +98,16 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
     save_hydra_files(command.tree, folder)
     with contextlib.chdir(folder if command.tree.hydra.job.chdir else "."):
         return job()
+
+
+def check_package(package: str | None, shown: str | None, tree: DictConfig) -> None:
+    """Raise ValueError if `--package` names nothing in the part of the config that `--cfg` shows, for which Hydra exits with 1."""
+    if shown is None or package in (None, "_global_"):
+        return
+    if package.partition(".")[0] == "hydra" and shown == "job":
+        raise ValueError(f"--package={package}: --cfg job does not show it; write --cfg hydra --package {package}")
+    if OmegaConf.select(tree, package, throw_on_missing=False) is None:
+        raise ValueError(f"--package={package}: null, or no such key{'' if is_known(package) else key_hint(package)}")
 
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:

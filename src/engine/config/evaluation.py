@@ -19,6 +19,7 @@ from src.schema import Config, ParallelConfig, ResolvedConfig
 # Keys that may be given with run=<folder>, and keys that may be given without it.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
 KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
+OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
 GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups
 
 
@@ -46,9 +47,12 @@ def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | Non
 
 
 def _check_key(override: str, allowed: tuple[str, ...]) -> None:
-    key = override.lstrip("+").partition("=")[0]
-    if "=" not in override or not (is_known(key) or key == "experiment"):
-        raise ValueError(f"{override}: unknown option{key_hint(key, ('run', 'split', 'checkpoint'))}")
+    key, equals, value = override.lstrip("+").partition("=")
+    if not equals and not key.startswith("-"):
+        raise ValueError(f"{override}: expected key=value; for a run folder write run={override}")
+    if not (equals and (is_known(key) or key == "experiment")):
+        hint = key_hint(key.lstrip("-"), OPTIONS, value, "evaluate")
+        raise ValueError(f"{override}: unknown option{hint}")
     if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
         raise ValueError(f"{override}: not an evaluation option; allowed: {', '.join(f'{part}…' for part in allowed)}")
 

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.suggest import ROOT, check_option, explain, is_known, key_hint, plain_values
+from src.engine.config.suggest import ROOT, check_option, explain, is_declared, is_known, key_hint, plain_values
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
 FIXED = f"cannot be changed; the keys of hydra that can are {', '.join(SETTABLE)}"
@@ -30,12 +30,21 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
                 raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
             options = loader.get_group_options(key)
+            if override.is_delete():
+                raise ValueError(
+                    f"{given}: a group cannot be left out; choose {' or '.join(f'{key}={o}' for o in options)}"
+                )
             for choice in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
-                if choice in (None, "null") and not override.is_delete():
-                    raise ValueError(f"{key}=null: allowed: {', '.join(options)}; to leave the group out: ~{key}")
+                if choice in (None, "null"):
+                    raise ValueError(f"{key}=null: allowed: {', '.join(options)}")
                 check_option(key, choice, options)
         elif not is_known(key):
-            raise ValueError(f"{given}: unknown key {key}{key_hint(key, groups)}")
+            value = "" if override.is_delete() or override.is_sweep_override() else override.value()
+            raise ValueError(f"{given}: unknown key {key}{key_hint(key, groups, value)}")
+        elif override.is_delete() and is_declared(key):
+            raise ValueError(
+                f"{given}: a key cannot be deleted; leave it out for its default, or set another value: {key}=…"
+            )
     main = loader.repository.load_config(config_name)
     is_dict = main is not None and OmegaConf.is_dict(main.config)
     if is_dict and (folders := OmegaConf.select(main.config, "hydra.searchpath")):
