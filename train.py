@@ -121,6 +121,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
     from src.engine.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from src.engine.machine.files import claim_folder
     from src.engine.machine.lock import lock_folder
+    from src.engine.record.console import print_config
 
     remembered = remembered_folder(ranks)
     command = compose_run(arguments, remembered)
@@ -144,6 +145,8 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
             records = records_of(folder)
             if is_resumed:
                 check_resumable(config, folder)
+            if config.print_config:
+                print_config(command.config, config)
             if ranks is not None:
                 code = run_in_hydra(command, folder, lambda: run_rank_zero(run_training, config, folder, ranks))
             else:

@@ -370,7 +370,7 @@ class OptimConfig:
     lr_base_batch: int = number(256, ge=1, help="Batch for which lr is meant, if lr_rule is not none.")
     sched: str = choice("cosine", *SCHEDULES, help="timm's schedule by step; constant holds lr after the warm-up.")
     sched_kwargs: dict[str, Any] = key({}, help="More arguments of timm's create_scheduler_v2, e.g. {cycle_limit: 2}.")
-    warmup_epochs: float = number(0.0, ge=0, help="Epochs of linear warm-up.")
+    warmup_epochs: float = number(0.5, ge=0, help="Epochs of linear warm-up.")
     warmup_lr: float = number(1e-5, ge=0, help="Learning rate at the start of the warm-up.")
     warmup_prefix: bool = key(
         True, help="Start the decay after the warm-up; false: at epoch 0, as timm's train.py does."
@@ -433,7 +433,7 @@ class OptimConfig:
 class TrainConfig:
     """The training loop."""
 
-    epochs: int = number(10, ge=1, help="Epochs to train; the schedule has this length.")
+    epochs: int = number(8, ge=1, help="Epochs to train; the schedule has this length.")
     max_steps: int | None = number(None, ge=1, help="Optimizer steps after which training ends, if epochs is longer.")
     precision: str = choice("fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast.")
     deterministic: bool = key(False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower.")
@@ -529,7 +529,9 @@ class Config:
     )
     resume_strict: bool = key(True, help="false: a resume may change model, data, seed and optimizer.")
     optimized_metric: str | None = key(None, help="Metric that a search optimizes; null: the best checkpoint.metric.")
-    print_config: bool | str = choice(True, True, False, "full", help="Print changed keys (true), all (full) or none.")
+    print_config: bool | str = choice(
+        True, True, False, "full", help="Print what differs from a plain run, all (full) or none."
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

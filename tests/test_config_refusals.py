@@ -308,7 +308,7 @@ def test_error_names_invalid_key_or_value_in_yaml_file(
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("epochs: 10", "epoch: 10", "train.epoch"),
+        ("epochs: 8", "epoch: 8", "train.epoch"),
         ("seed: 42", "sede: 42", "sede"),
         ("lr: 0.001", "lr: much", "optim.lr"),
         ("chdir: false", "chdirr: false", "hydra.job.chdirr"),

@@ -8,19 +8,25 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from configs import parse
 from conftest import Train, in_ranks, resolved, run_warm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from scripts.install import settings_for_uv
+from src.engine.config.compose import compose_command, plain_config
+from src.engine.config.resolve import resolve
 from src.engine.forecast.plan import show
-from src.engine.keys import SweepConfig
+from src.engine.keys import SweepConfig, leaves
 from src.engine.launch.rank import Stdout
+from src.engine.machine import hardware
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.ddp_timing import unused_parameters
 from src.engine.record.console import Console, print_config
@@ -83,22 +89,62 @@ def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool,
 # --- console
 
 
-def test_print_config_shows_only_values_that_differ_from_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    config = resolved("parallel=single", "optim.lr=0.25", "model.ema.decay=0.5")
-    print_config(config, full=False)
-    short = capsys.readouterr().out
-    print_config(config, full=True)
-    long = capsys.readouterr().out
-    assert "lr: 0.25" in short
-    assert re.search(r"ema\n.*decay: 0.5", short)
-    assert "weight_decay" not in short
-    assert "weight_decay: 0.05" in long
-    assert len(short.splitlines()) < 30 < len(long.splitlines())
+def test_schema_declares_the_defaults_of_a_plain_run() -> None:
+    plain, schema = dict(_values(plain_config())), dict(_values(Config()))
+    # Options that are chosen by default, but not meant by null in other options: digits' size, and the tracker's name.
+    assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
+
+
+def _values(config: Config) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value, _ in leaves(config))
+
+
+def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    """Return what print_config shows for a command, one dotted `key: value` each, without the header."""
+    asked = compose_command(parse(*overrides)).config
+    capsys.readouterr()
+    print_config(asked, resolve(asked))
+    path: list[str] = []
+    lines = []
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        marks, name = re.fullmatch(r"([│├└─\s]*)(.*)", line).groups()  # type: ignore[union-attr]
+        path = [*path[: len(marks) // 4 - 1], name]
+        if ": " in name:
+            lines.append(".".join(path))
+    return lines
+
+
+AUTO = ["parallel.strategy: single (auto)", "parallel.devices: 1 (auto)"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", AUTO),
+        ("parallel=single parallel.devices=1", ["parallel.strategy: single", "parallel.devices: 1"]),
+        (
+            "data.image_size=32 train.epochs=8 optim.lr=0.25 model.ema.decay=0.5",
+            ["model.ema.decay: 0.5", *AUTO, "optim.lr: 0.25"],
+        ),
+        ("optim.warmup_epochs=0 tracker=none", [*AUTO, "optim.warmup_epochs: 0.0", "tracker.use: {}"]),
+        ("parallel.threads_per_device=1", [*AUTO, "parallel.threads_per_device: 1"]),
+    ],
+)
+def test_print_config_shows_only_what_the_user_or_a_chosen_option_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, overrides: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    assert printed_values(capsys, *overrides.split()) == expected
+
+
+def test_print_config_full_shows_all_resolved_values(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_values(capsys, "print_config=full", "parallel=single")
+    assert len(lines) > 100
+    assert {"parallel.devices: 1", "parallel.backend: gloo", "optim.weight_decay: 0.05"} <= {*lines}
 
 
 def test_console_prints_brackets_literally_instead_of_as_rich_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    print_config(resolved("parallel=single", "tags=['a:b:c','[red]','[/x]']"), full=False)
-    assert "tags: ['a:b:c', '[red]', '[/x]']" in capsys.readouterr().out
+    assert "tags: ['a:b:c', '[red]', '[/x]']" in printed_values(capsys, "tags=['a:b:c','[red]','[/x]']")
     Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
     shown = [
         Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)

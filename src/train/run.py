@@ -18,7 +18,7 @@ from src.engine.errors import NotFiniteError, RefusedError
 from src.engine.faults.liveness import EVALUATING, SAVING
 from src.engine.machine.ranks import Ranks
 from src.engine.machine.signals import Stopped, stop_handler
-from src.engine.record.console import Console, print_config
+from src.engine.record.console import Console
 from src.engine.record.recorder import Recorder
 from src.engine.record.result import write_result
 from src.engine.runtime import checkpoint, segments
@@ -83,8 +83,6 @@ class Trainer:
     def train(self) -> None:
         """Train until the last epoch, evaluate the best weights, and write result.json."""
         parts, strategy = self.parts, self.strategy
-        if strategy.is_first and self.config.print_config:
-            print_config(self.config, full=self.config.print_config == "full")
         at_start = check_replicas_at_start(self.state.model, strategy)
         show_banner(parts, self.folder)
         with Console(strategy.is_first, parts.total_steps, self.progress.step) as self.console:

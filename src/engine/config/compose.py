@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src.engine.config.aliases import check_aliases_of, load_yaml
+from src.engine.config.arguments import parse_command_line
 from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
 from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
@@ -88,6 +89,14 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
         raise ValueError(explain(error, arguments.overrides)) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+def plain_config() -> Config:
+    """Compose the config of `python train.py` without arguments; the schema's if a value such as data.root is required."""
+    try:
+        return compose_command(parse_command_line([])).config
+    except ValueError:
+        return Config()
 
 
 def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:

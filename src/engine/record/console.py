@@ -10,8 +10,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.tree import Tree
 
+from src.engine.config.compose import plain_config
 from src.engine.machine.secrets import hide_in
-from src.schema import Config
+from src.schema import Config, ResolvedConfig
 
 Item = TypeVar("Item")
 
@@ -51,10 +52,20 @@ class Console:
             self._bar.update(self._task, visible=True)
 
 
-def print_config(config: Config, full: bool) -> None:
-    """Print the resolved config as a tree without secrets: only changes from the defaults, unless `full`."""
-    tree = Tree("config" if full else "config: differences from the defaults (print_config=full shows all)")
-    _grow(tree, hide_in(asdict(config)), {} if full else asdict(Config()))
+def print_config(asked: Config, resolved: ResolvedConfig) -> None:
+    """Print the resolved config as a tree without secrets; with print_config=true, what makes it no plain `python train.py`.
+
+    `asked`: the config before `auto` was resolved, so that values which nobody set are left out. Strategy and devices stay.
+    """
+    if resolved.print_config == "full":
+        tree, shown, defaults = Tree("config"), asdict(resolved), {}
+    else:
+        tree = Tree("config: differences from a plain `python train.py` (print_config=full shows all)")
+        shown, defaults = asdict(asked), asdict(plain_config())
+        for name in ("strategy", "devices"):
+            if shown["parallel"][name] == "auto":
+                shown["parallel"][name] = f"{getattr(resolved.parallel, name)} (auto)"
+    _grow(tree, hide_in(shown), defaults)
     RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
 
 
