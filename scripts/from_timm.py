@@ -44,17 +44,21 @@ class TimmArguments:
             name = RENAMED.get(written, written)
             if name in self.values and (name == written or value):
                 self.values[name] = value if isinstance(self.values[name], str) else _number(value)
-        unknown = [f"{name}={value}" for name, value in given.items() if RENAMED.get(name, name) not in self.values]
-        if unknown:
-            self.note_missing(", ".join(unknown), "not among train.py's arguments today")
+        # An argument that is off has no effect, whatever it is.
+        unknown = {name: value for name, value in given.items() if value and RENAMED.get(name, name) not in self.values}
+        lost = [f"{name}={value}" for name, value in unknown.items() if TABLE["removed"].get(name) != value]
+        if lost:
+            self.note_missing(", ".join(lost), "this script knows no such argument")
         for name, (default, instead) in TABLE["missing"].items():
-            if self.values[name] != default:
+            if self.values[name] != default and (self.values[name] or default):
                 self.note_missing(f"{name}={self.values[name]}", instead)
         if self.no_aug:
             self.values |= TABLE["no_aug"]
         self.mixes = bool(self.mixup or self.cutmix or self.cutmix_minmax)
-        # timm takes the cross entropy if there is neither mixup nor smoothing.
-        self.values["bce_loss"] = self.bce_loss and (self.mixes or self.smoothing > 0)
+        # With --bce-loss, timm took the cross entropy if there was neither mixup nor smoothing; with --loss it does not.
+        self.values["bce_loss"] = self.loss == "bce" or (self.bce_loss and (self.mixes or self.smoothing > 0))
+        if self.loss not in (None, "", "ce", "bce"):
+            self.note_missing(f"loss={self.loss}", "train.loss=asl of train=multilabel, or a loss of your own")
 
     def __getattr__(self, name: str) -> Any:
         return self.values[name]
@@ -192,7 +196,7 @@ def _train(args: TimmArguments) -> Settings:
 
 def _number(value: Any) -> Any:
     """Convert text such as 5e-4, which YAML reads as text and argparse as a number, to a number."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value) else value
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", value) else value
 
 
 def changes(settings: Settings) -> tuple[list[str], Settings]:
@@ -220,8 +224,11 @@ def experiment(name: str, source: str, options: list[str], settings: Settings, a
         f"# {args.model} as timm's train.py trained it; scripts/from_timm.py read {source}.",
     ]
     lines += [f"# {line}" for line in args.differences]
-    lines.append(f"#   torchrun --nproc-per-node 8 train.py experiment={name} data.root=<folder>")
-    lines.append("# Expected: what timm's run reached on as many devices, each with data.batch_size_per_device.")
+    lines.append(f"#   torchrun --nproc-per-node N train.py experiment={name} data.root=<folder>")
+    lines.append(
+        "# N: the number of GPUs of timm's run, because the learning rate and data.batch_size_per_device are for them."
+    )
+    lines.append("# Expected: what timm's run reached.")
     lines += ["defaults:", *(f"  - override /{option.replace('=', ': ')}" for option in options)]
     open_groups: list[str] = []
     for key, value in settings.items():
