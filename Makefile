@@ -45,7 +45,7 @@ format: $(VENV)/development ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: $(VENV)/development ## write requirements.lock from requirements.txt: every package with its hashes
+lock: $(BIN)/uv ## write requirements.lock from requirements.txt: every package with its hashes
 	$(BIN)/uv pip compile requirements.txt --output-file requirements.lock --quiet --upgrade --universal \
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
 		--custom-compile-command "make lock"
@@ -60,10 +60,15 @@ clean: ## remove the environment and the caches, not the outputs
 -include scripts/maintain/targets.mk
 
 # Stamp files: a second call installs nothing, unless the requirements have changed.
-$(VENV)/runtime: requirements.txt
+$(VENV)/runtime: requirements.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python scripts/install.py requirements.txt
+	$(BIN)/python scripts/install.py requirements.lock
 	touch $@
+
+# Without the runtime, which cannot be installed before the lock fits requirements.txt.
+$(BIN)/uv:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --quiet --disable-pip-version-check install $$(grep '^uv==' requirements-dev.txt)
 
 $(VENV)/development: requirements-dev.txt $(VENV)/runtime
 	$(BIN)/python scripts/install.py requirements-dev.txt

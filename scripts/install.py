@@ -1,6 +1,9 @@
 """Install a requirements file into the environment that runs this script: with uv, or with pip if uv fails.
 
-    .venv/bin/python scripts/install.py requirements.txt
+    .venv/bin/python scripts/install.py requirements.lock
+
+A file that ends in .lock has the hashes of all packages. Then a package that changed on the index, and one that no line names,
+is refused; so is a lock that does not fit requirements.txt.
 
 uv takes a third of pip's time for the same pins. It compiles what it installs, as pip does: with PYTHONDONTWRITEBYTECODE,
 which many images set, every process would otherwise compile torch and timm again, which takes longer than importing them.
@@ -29,18 +32,44 @@ UV_NAMES = {
 
 
 def main(requirements: str) -> int:
-    """Install a requirements file with uv, or else pip. Return the exit code of the last installer."""
+    """Install a requirements file with uv, or else pip. Return the exit code of the last installer; 2: the lock is outdated."""
+    install = ["install", "-r", requirements]
+    if requirements.endswith(".lock"):
+        source = Path(requirements).with_suffix(".txt")
+        missing = out_of_step(source.read_text(encoding="utf-8"), Path(requirements).read_text(encoding="utf-8"))
+        if missing:
+            print(f"{requirements}: does not fit {source} ({', '.join(missing)}); run make lock", file=sys.stderr)
+            return 2
+        install.append("--require-hashes")
     print(f"installing {requirements} (minutes and about 6 GB for the first one)", flush=True)
     pin = re.search(r"^uv==\S+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pin is not None
     if subprocess.run([*PIP, "install", pin.group()], check=False).returncode == 0:
         listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
-        uv += ["--compile-bytecode", "-r", requirements]
+        uv = [sys.executable, "-m", "uv", "pip", *install, "--quiet", "--python", sys.executable, "--compile-bytecode"]
         if subprocess.run(uv, env={**settings_for_uv(listed), **os.environ}, check=False).returncode == 0:
             return 0
         print("uv failed; trying pip", flush=True)
-    return subprocess.run([*PIP, "install", "-r", requirements], check=False).returncode
+    return subprocess.run([*PIP, *install], check=False).returncode
+
+
+def out_of_step(requirements: str, lock: str) -> list[str]:
+    """Return the lines of a requirements file that its lock lacks, or has in another version or in several."""
+    versions: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([\w.+!-]+)", lock, re.MULTILINE):
+        versions.setdefault(_canonical(name), set()).add(version)
+    missing = []
+    for line in requirements.splitlines():
+        required = re.match(r"([\w.-]+)(?:\[.*\])?(?:==([\w.+!-]+))?", line)
+        if required is not None:
+            known = versions.get(_canonical(required[1]), set())
+            if not known or (required[2] and known != {required[2]}):
+                missing.append(line.partition(" ")[0])
+    return missing
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def settings_for_uv(listed: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from conftest import Train, in_ranks, resolved, run_warm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.engine.config.compose import compose_command, plain_config
 from src.engine.config.resolve import resolve
@@ -66,6 +67,27 @@ def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
     assert settings_for_uv("") == {}
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fits: bool
+) -> None:
+    (tmp_path / "wanted.txt").write_text(f"# A comment\nrich==15.0.{0 if fits else 1}\n")
+    (tmp_path / "wanted.lock").write_text("rich==15.0.0 \\\n    --hash=sha256:00\n")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command)
+        # uv fails, so that pip follows.
+        return SimpleNamespace(returncode=int("uv" in command), stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install(str(tmp_path / "wanted.lock")) == (0 if fits else 2)
+    installs = [command for command in commands if str(tmp_path / "wanted.lock") in command]
+    assert ["uv" in command for command in installs] == ([True, False] if fits else [])
+    assert all("--require-hashes" in command for command in installs)
+    assert ("rich==15.0.1" in capsys.readouterr().err) != fits
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])])
 def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
@@ -81,6 +103,7 @@ def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool,
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
     assert all(words in line for words, line in zip(asked, lines, strict=True))
+    assert not any("--require-hashes" in line for line in lines)
     assert "--compile-bytecode" in lines[1], (
         "expected compilation at installation, because otherwise every process would compile"
     )

@@ -39,7 +39,7 @@ def makefiles() -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Copy the files that make reads to a folder without a virtual environment."""
-    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+    for name in ("Makefile", "requirements.txt", "requirements.lock", "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -52,7 +52,7 @@ def touch(path: Path, time: float) -> None:
 
 def make_stamps(checkout: Path, *names: str) -> None:
     """Create a .venv in the folder with stamp files that are newer than the requirements."""
-    for name in ("requirements.txt", "requirements-dev.txt", "Makefile"):
+    for name in ("requirements.txt", "requirements.lock", "requirements-dev.txt", "Makefile"):
         touch(checkout / name, 1_000_000)
     touch(checkout / ".venv" / "bin" / "python", 1_000_000)
     (checkout / ".venv" / "bin" / "python").chmod(0o755)
@@ -84,14 +84,14 @@ def test_make_without_a_target_prints_help() -> None:
 def test_make_train_installs_only_runtime_requirements(checkout: Path) -> None:
     commands = make("-n", "train", folder=checkout)
     installed = re.findall(r"install\.py (\S+)", commands)
-    assert installed == ["requirements.txt"]
+    assert installed == ["requirements.lock"]
     assert "python3 -m venv .venv" in commands
     assert commands.strip().splitlines()[-1].strip() == ".venv/bin/python train.py"
 
 
 def test_make_test_installs_runtime_and_development_requirements(checkout: Path) -> None:
     assert re.findall(r"install\.py (\S+)", make("-n", "test", folder=checkout)) == [
-        "requirements.txt",
+        "requirements.lock",
         "requirements-dev.txt",
     ]
 
@@ -117,13 +117,20 @@ def test_make_installs_nothing_when_requirements_of_the_target_are_installed(
 
 
 def test_make_installs_a_requirements_file_again_when_the_file_has_changed(checkout: Path) -> None:
-    make_stamps(checkout, "runtime", "development")
-    touch(checkout / "requirements.txt", 3_000_000)
-    assert "install.py requirements.txt" in make("-n", "train", folder=checkout)
+    for name in ("requirements.txt", "requirements.lock"):
+        make_stamps(checkout, "runtime", "development")
+        touch(checkout / name, 3_000_000)
+        assert "install.py requirements.lock" in make("-n", "train", folder=checkout)
     make_stamps(checkout, "runtime", "development")
     touch(checkout / "requirements-dev.txt", 3_000_000)
     assert "install" not in make("-n", "train", folder=checkout)
     assert "install.py requirements-dev.txt" in make("-n", "test", folder=checkout)
+
+
+def test_make_lock_needs_no_installed_runtime(checkout: Path) -> None:
+    touch(checkout / ".venv" / "bin" / "python", 1_000_000)
+    commands = make("-n", "lock", folder=checkout)
+    assert "install.py" not in commands and "uv==" in commands and "uv pip compile" in commands
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
