@@ -75,7 +75,9 @@ NESTEROV = ("csgdc", "csgdw", "nesterov", "nesterovw", "nlarc", "nlars", "sgd", 
 class EmaConfig:
     """Averaged weights (exponential moving average), evaluated next to the raw ones as `val/<metric>_ema`."""
 
-    decay: float | None = number(None, gt=0, le=1, help="Decay per step; null: no averaged weights; timm uses 0.9998.")
+    decay: float | None = number(
+        None, gt=0, le=1, help="Decay per step; null: no averaged weights; timm uses 0.9998. A loss is not averaged."
+    )
     warmup: bool = key(True, help="Use a smaller decay in the first steps, so that the average follows sooner.")
 
 
@@ -86,8 +88,12 @@ class ModelConfig:
     name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
     pretrained: bool = key(False, help="Load timm's weights from the Hugging Face hub or its cache.")
     weights: str | None = key(None, help="File to load: .safetensors, or a checkpoint of this project or of timm.")
-    weights_strict: bool = key(True, help="false: train what the file lacks, or does not fit, from scratch.")
-    freeze: int | str | None = key(None, help="backbone, the first N of timm's coarse groups, or a regex of names.")
+    weights_strict: bool = key(
+        True, help="false: train what the file lacks, or does not fit, from scratch; a loss always starts so."
+    )
+    freeze: int | str | None = key(
+        None, help="backbone, the first N of timm's coarse groups, or a regex of names; not parameters of a loss."
+    )
     num_classes: int | None = number(None, ge=1, help="Outputs of the model; null: as many as the data has classes.")
     in_chans: int | None = number(None, ge=1, help="Image channels; null: from the data.")
     kwargs: dict[str, Any] = key({}, help="More arguments of `timm.create_model`, or of your class.")
@@ -361,8 +367,12 @@ class OptimConfig:
     lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
     weight_decay: float = number(0.05, ge=0, help="Weight decay; norms and biases have none.")
     momentum: float = number(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
-    layer_decay: float | None = number(None, gt=0, le=1, help="Factor of the learning rate per layer below the head.")
-    head_lr_scale: float = number(1.0, gt=0, help="Factor of the head's learning rate.")
+    layer_decay: float | None = number(
+        None, gt=0, le=1, help="Factor of the learning rate per layer below the head; parameters of a loss have none."
+    )
+    head_lr_scale: float = number(
+        1.0, gt=0, help="Factor of the learning rate of the head, and of the parameters of a loss."
+    )
     clip_grad: float | None = number(None, gt=0, help="Largest gradient norm, or the limit of clip_mode.")
     clip_mode: str = choice("norm", "norm", "value", "agc", help="Clip the norm, each entry, or each unit adaptively.")
     kwargs: dict[str, Any] = key({}, help="More arguments of the optimizer, e.g. {betas: [0.9, 0.95]}.")

@@ -33,6 +33,7 @@ BILL = {
     "A metric": 1,
     "A training metric": 1,
     "A loss": 2,
+    "A loss with parameters": 1,
     "An auxiliary loss": 1,
     "A parameter-group rule": 1,
     "A schedule": 2,
@@ -296,6 +297,18 @@ class TestCommands:
                     f"parallel.devices={devices}",
                 )
                 result(run(scratch, command, *overrides))
+
+    def test_custom_loss_with_parameters_trains_its_class_centers_on_one_and_two_devices(self, scratch: Path) -> None:
+        """tests/test_loss_parameters.py trains the same code under every strategy."""
+        curves, centers = [], []
+        for overrides in STRATEGIES:
+            folder = run(scratch, EXAMPLES["A loss with parameters"].commands[0], "model=tiny", *overrides)
+            contents = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+            assert contents["model"]["head.weight"].shape[0] == 74
+            centers.append(contents["train_step"]["criterion.centers"])
+            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+        assert torch.allclose(*centers, atol=1e-4)
 
     def test_custom_training_metric_is_logged_per_step_and_in_result_json(self, scratch: Path) -> None:
         for overrides in (("parallel=single", "parallel.devices=1"), ()):

@@ -34,6 +34,7 @@ from src.engine.runtime.evaluation import evaluate
 from src.parallel import build_strategy
 from src.parallel.single import Single
 from src.schema import ParallelConfig, ResolvedParallel
+from src.train.build import EvaluationParts
 from src.train.losses import softmax_losses
 from src.train.metrics import METRICS, confusion, details
 
@@ -168,6 +169,17 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
     actual = evaluate_batches(Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy, 7, 7)
     assert (actual.numbers["acc"], actual.numbers["acc5"]) == (1.0, 1.0)
     assert actual.numbers["loss"] == pytest.approx(functional.cross_entropy(torch.eye(7), labels).item())
+
+
+@pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
+def test_notice_names_both_numbers_when_a_model_has_more_outputs_than_classes(
+    caplog: pytest.LogCaptureFixture, outputs: int, notices: int
+) -> None:
+    """train.py and evaluate.py build these parts."""
+    config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
+    EvaluationParts(config, build_strategy(config.parallel, Ranks(), None))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == notices and all("13" in line and "10" in line for line in lines)
 
 
 @pytest.fixture(scope="module")

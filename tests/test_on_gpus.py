@@ -135,7 +135,7 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
         model: nn.Module = Seen()
     wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
     schedule: Any = None
-    state = TrainState(model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None)
+    state = TrainState(model, model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None)
     hooks = StepHooks(Meter(7, 1), strategy.group.stop)
     losses: list[Tensor] = []
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import in_ranks, resolved
+from torch import nn
 
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
+from src.train.step import TrainStep
 
 # Three steps; the first report is of two, the second of the epoch's last one. The model has no BatchNorm.
 COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")
@@ -56,3 +58,9 @@ def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_si
     of_ranks = in_ranks(reported_means, 3, config) if spread == "ddp" else [reported_means(Ranks(), None, config)]
     for actual in of_ranks:
         assert actual == [pytest.approx(means, abs=1e-6) for means in expected]
+
+
+def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None:
+    step = TrainStep(nn.Identity(), nn.CrossEntropyLoss(), num_classes=2)
+    _, metrics = step(torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0]]), torch.tensor([1, 1]))
+    assert metrics["acc"] == 0.5

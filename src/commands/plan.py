@@ -118,13 +118,14 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
     freeze(model, config.model.freeze)
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
     step = TrainStep(autocast, build_criterion(config.train, config.data.augment), task).train()
-    optimizer = build_optimizer(config.optim, config.learning_rate, model)
-    weights = [*model.parameters(), *model.buffers()]
+    optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)
+    averaged = [*model.parameters(), *model.buffers()]
+    weights = [*step.parameters(), *step.buffers()]
     with flop_counter() as counter, saved_for_backward(excluding=[*weights, images]) as saved:
         loss, _ = step(images, targets)
         loss.backward()
     optimizer.step()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in step.parameters() if p.grad is not None]
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     parallel = config.parallel
     parts = (parallel.shard_size or parallel.devices) if parallel.strategy == "fsdp" else 1
@@ -132,7 +133,7 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
         weights=_size(weights) // parts,
         gradients=_size(gradients) // parts,
         optimizer=_size(states) // parts,
-        ema=0 if config.model.ema.decay is None else _size(weights) // parts,
+        ema=0 if config.model.ema.decay is None else _size(averaged) // parts,
         activations=sum(storage.nbytes() for storage in saved.values()),
         batch=_size([images, targets]),
         buckets=_size(gradients) if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view else 0,

@@ -41,8 +41,11 @@ class DataParallelStrategy(Strategy):
         if self.config.loss_in_replica:
             self.traffic.spread = self._spread(step, self.output_device)
             return StepInReplicas(self.traffic.spread, self.traffic, len(self.devices))
-        step.model = self._spread(step.model, self.output_device)
-        self.traffic.spread = step.model
+        self.traffic.spread = self._spread(step.model, self.output_device)
+        # The loss, and what else the step has, computes where the outputs are gathered. The model stays where it is.
+        step.model = None
+        step.to(self.output_device)
+        step.model = self.traffic.spread
         return StepOnOutputs(step, self.traffic)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from src.engine.parallel import shards
 from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.communication import Communication
 from src.engine.parallel.lockstep import Lockstep
+from src.engine.parallel.strategy import own_parameters
 from src.models.freeze import groups_of
 from src.parallel.distributed import Distributed
 
@@ -37,11 +38,34 @@ class FullySharded(Distributed):
         # step.model is the model under autocast.
         self.model, self.dtype = step.model.model, step.model.dtype
         # As DDP does. Otherwise, parts of ranks with different initial weights would form the model.
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        for tensor in (*step.parameters(), *step.buffers()):
             self.group.broadcast(tensor.detach())
+        shards.refuse_scalars(step, self.model)
         self.lay_out(self.model)
+        # Gathers and reduces for all that is inside of it.
+        self.root: nn.Module = self.model
+        own = own_parameters(step, self.model).values()
+        if any(parameter.requires_grad for parameter in own):
+            self.root = self._shard_step(step, list(own))
+            return self.root
         module: nn.Module = step
         return module
+
+    def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
+        """Shard the parameters that the step has besides the model's: a step gathers them before it starts."""
+        root = StepOfShards(step)
+        for parameter in own:
+            parameter.data = parameter.data.contiguous()
+        frozen = {parameter for parameter in own if not parameter.requires_grad}
+        # Without autocast: the loss is computed in float32.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        sharded = fully_shard(root, mesh=self.mesh, mp_policy=policy, ignored_params=frozen)
+        shards.announce_waiting(root)
+        # The first forward pass makes its module the root, and an evaluation may come before the first step.
+        with torch.no_grad():
+            root()
+        sharded.reshard()
+        return root
 
     def lay_out(self, module: nn.Module) -> None:
         # Parts are rows of contiguous tensors, so with model.channels_last only images keep that format.
@@ -63,7 +87,7 @@ class FullySharded(Distributed):
         return Lockstep(model, self.group, self.device) if is_sharded else model
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        return shards.unreduced(self.model)
+        return shards.unreduced(self.root)
 
     def whole(self, tensor: Tensor) -> Tensor:
         return shards.whole(tensor)
@@ -78,3 +102,14 @@ class FullySharded(Distributed):
             if world > 1
             else Communication()
         )
+
+
+class StepOfShards(nn.Module):
+    """Training step whose loss has sharded parameters. Without a batch, it only gathers them."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *batch: Tensor) -> Any:
+        return self.step(*batch) if batch else None

@@ -19,6 +19,7 @@ from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, f
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.interfaces import BuiltRun, TrainState
 from src.engine.runtime.model_checks import check_image_size, compile_model
+from src.engine.runtime.optimizer_state import check_is_complete
 from src.engine.runtime.progress import count_steps
 from src.engine.runtime.replica_checks import check_same_data
 from src.engine.runtime.step_profiler import build_hooks
@@ -53,7 +54,10 @@ class EvaluationParts:
             self.model = build_model(config.model, self.num_classes, self.dataset.in_chans, size, strategy.device)
         of_weights = None if config.model.weights is None else preprocessing_of(Path(config.model.weights))
         self.preprocessing = preprocessing_for(self.model, config.data, self.dataset, of_weights)
-        check_image_size(self.model, self.preprocessing.input_size, self.num_classes, strategy.device)
+        outputs = check_image_size(self.model, self.preprocessing.input_size, self.num_classes, strategy.device)
+        if outputs > self.num_classes and strategy.is_first:
+            names = f"{outputs} outputs, but the data has {self.num_classes} classes"
+            log.warning("the model has %s; evaluation uses the first %d outputs", names, self.num_classes)
         mean, std = self.preprocessing.mean, self.preprocessing.std
         self.prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
         self.evaluation: dict[str, Loader] = {}
@@ -90,6 +94,7 @@ class RunParts(EvaluationParts, BuiltRun):
             labels = train_labels(self.dataset.train, self.train.fetcher.chosen)
             weights = class_weights(config.train, labels, outputs)
         self.state = self._build_state(weights)
+        check_is_complete(self.state.optimizer, self.state)
         self.mixing: Mixing | None = None
         if config.data.augment.mixes:
             self.mixing = Mixing(config.data.augment, config.train.smoothing, outputs, config.seed, strategy.group.rank)
@@ -133,15 +138,15 @@ class RunParts(EvaluationParts, BuiltRun):
         """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters while it wraps."""
         config, model, strategy = self.config, self.model, self.strategy
         criterion = build_criterion(config.train, config.data.augment, weights)
-        if isinstance(criterion, torch.nn.Module):
-            criterion = criterion.to(strategy.device)
         ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
         compiled = compile_model(model, config.model.compile, strategy.device)
         autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
-        wrapped = strategy.wrap(TrainStep(autocast, criterion, config.train.task))
+        # The loss, and modules that you add to the step, go to the model's device.
+        step = TrainStep(autocast, criterion, config.train.task, self.num_classes).to(strategy.device)
+        wrapped = strategy.wrap(step)
         if ema is not None:
             strategy.lay_out(ema.module)
-        optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards)
+        optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)
         schedule = build_schedule(config.optim, config.train, optimizer, self.steps_per_epoch)
         scaler = torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None
-        return TrainState(model, wrapped, optimizer, schedule, scaler, ema)
+        return TrainState(model, step, wrapped, optimizer, schedule, scaler, ema)

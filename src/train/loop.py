@@ -130,13 +130,17 @@ def _clip_gradients(state: TrainState, optim: OptimConfig, strategy: Strategy, n
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
     if limit is not None and mode == "norm":
-        return strategy.whole(nn.utils.clip_grad_norm_(state.model.parameters(), limit))
+        return strategy.whole(nn.utils.clip_grad_norm_(state.parameters(), limit))
     norm = None
     if needed:
-        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in state.parameters() if p.grad is not None]
         norm = strategy.whole(nn.utils.get_total_norm(gradients))
     if limit is not None:
-        dispatch_clip_grad(model_parameters(state.model, exclude_head=mode == "agc"), limit, mode)
+        if mode == "agc":
+            # As in timm, agc leaves the head alone, and so the parameters of a loss.
+            dispatch_clip_grad(model_parameters(state.model, exclude_head=True), limit, mode)
+        else:
+            nn.utils.clip_grad_value_(state.parameters(), limit)
     return norm
 
 

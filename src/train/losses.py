@@ -13,7 +13,7 @@ from src.engine.errors import refuse_wrong_arguments
 from src.engine.machine.process import import_class
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from src.schema import AugmentConfig, TrainConfig
 
@@ -33,8 +33,13 @@ def cross_entropy(config: TrainConfig, augment: AugmentConfig, class_weight: Ten
         return create_classification_loss("ce", smoothing=config.smoothing, soft_targets=augment.mixes)
     # Mixed targets are already smoothed.
     smoothing = 0 if augment.mixes else config.smoothing
-    weighted = nn.CrossEntropyLoss(class_weight, reduction="none", label_smoothing=smoothing)
-    return lambda outputs, targets: weighted.to(outputs.device)(outputs, targets).mean()
+
+    # A module, which strategies can move and DataParallel can copy with its weights.
+    class WeightedCrossEntropy(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input, target).mean()
+
+    return _without_state(WeightedCrossEntropy(class_weight, reduction="none", label_smoothing=smoothing))
 
 
 def binary_cross_entropy(
@@ -50,7 +55,7 @@ def binary_cross_entropy(
     """
     from timm.loss import create_classification_loss
 
-    return create_classification_loss(
+    criterion = create_classification_loss(
         "bce",
         multi_label=config.task == "multilabel",
         smoothing=config.smoothing,
@@ -59,6 +64,7 @@ def binary_cross_entropy(
         bce_target_thresh=config.bce_target_thresh,
         bce_sum=sum_classes,
     )
+    return _without_state(criterion)
 
 
 def asymmetric(
@@ -73,7 +79,7 @@ def asymmetric(
     """Build the asymmetric loss (Ridnik et al. 2021, arXiv:2009.14119): negatives that the model is sure of count less."""
     from timm.loss import create_classification_loss
 
-    return create_classification_loss(
+    criterion = create_classification_loss(
         "asl",
         multi_label=True,
         smoothing=config.smoothing,
@@ -83,6 +89,15 @@ def asymmetric(
         asl_gamma_neg=gamma_neg,
         asl_clip=clip,
     )
+    return _without_state(criterion)
+
+
+def _without_state(criterion: nn.Module) -> nn.Module:
+    """Exclude the buffers of a loss from checkpoints: they hold values of the config, which a resume may change."""
+    for name, buffer in list(criterion.named_buffers()):
+        owner = criterion.get_submodule(name.rpartition(".")[0])
+        owner.register_buffer(name.rpartition(".")[2], buffer, persistent=False)
+    return criterion
 
 
 def softmax_losses(scores: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from src.engine.errors import refuse_wrong_arguments
+from src.engine.parallel.strategy import own_parameters
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 
@@ -19,8 +20,13 @@ from src.schema import OptimConfig, TrainConfig
 FUSED_IN_PARTS = ("adam", "adamw")
 
 
-def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bool = False) -> torch.optim.Optimizer:
-    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled by optim.lr_rule."""
+def build_optimizer(
+    config: OptimConfig, lr: float, model: nn.Module, shards: bool = False, step: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled by optim.lr_rule.
+
+    `step`: the training step, if it may have parameters besides the model's, such as those of a loss.
+    """
     kwargs = dict(config.kwargs)
     try:
         optimizer_class = get_optimizer_class(config.opt, bind_defaults=False)
@@ -45,15 +51,30 @@ def build_optimizer(config: OptimConfig, lr: float, model: nn.Module, shards: bo
             layer_decay=config.layer_decay,
             **kwargs,
         )
+    own = {} if step is None else own_parameters(step, model)
+    _add_groups(optimizer, own, config.weight_decay)
     if config.head_lr_scale != 1:
-        _scale_head(optimizer, model, config.head_lr_scale)
+        names = head_names(model)
+        head = [parameter for name, parameter in model.named_parameters() if name in names]
+        _scale(optimizer, [*head, *own.values()], config.head_lr_scale)
     return optimizer
 
 
-def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
-    """Scale the learning rate of the head's parameters, by moving them to groups with timm's `lr_scale`."""
-    names = head_names(model)
-    head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+def _add_groups(optimizer: torch.optim.Optimizer, own: dict[str, nn.Parameter], weight_decay: float) -> None:
+    """Add the parameters of the step, with timm's rule for weight decay, and like the head without layer_decay."""
+    groups: dict[float, list[nn.Parameter]] = {0.0: [], weight_decay: []}
+    for name, parameter in own.items():
+        if parameter.requires_grad:
+            is_excluded = parameter.ndim <= 1 or name.endswith(".bias")
+            groups[0.0 if is_excluded else weight_decay].append(parameter)
+    for decay, parameters in groups.items():
+        if parameters:
+            optimizer.add_param_group({"params": parameters, "weight_decay": decay})
+
+
+def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: float) -> None:
+    """Scale the learning rate of the parameters `chosen`, by moving them to groups with timm's `lr_scale`."""
+    head = {id(parameter) for parameter in chosen}
     groups = []
     for group in optimizer.param_groups:
         for in_head, factor in ((False, 1.0), (True, scale)):

@@ -83,7 +83,7 @@ class Trainer:
     def train(self) -> None:
         """Train until the last epoch, evaluate the best weights, and write result.json."""
         parts, strategy = self.parts, self.strategy
-        at_start = check_replicas_at_start(self.state.model, strategy)
+        at_start = check_replicas_at_start(self.state, strategy)
         show_banner(parts, self.folder)
         with Console(strategy.is_first, parts.total_steps, self.progress.step) as self.console:
             self.recorder = Recorder(self.config, self.folder, strategy.is_first, self.console, self.progress.step)
@@ -97,7 +97,7 @@ class Trainer:
                 described = segments.describe_step(parts, self.folder, error.step, self.steps_before_epoch)
                 raise NotFiniteError(f"{error}; {described}", error.step) from None
             # Check before evaluate_best gives all ranks the weights of rank 0.
-            at_end = check_replicas_at_end(self.state.model, strategy)
+            at_end = check_replicas_at_end(self.state, strategy)
             self.evaluate_best()
         result = make_result(parts, self.folder, at_start, at_end)
         views = self.recorder.end(result, parts.confusions, parts.dataset.class_names)
@@ -245,7 +245,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         with parts.hooks.aside(SAVING):
             contents = segments.checkpoint_of(parts)
-            check_finite([contents["model"], contents["ema"]], self.group, self.progress.step)
+            check_finite([contents["model"], contents["ema"], contents["train_step"]], self.group, self.progress.step)
             if self.group.is_first:
                 folder, keep, top = self.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.top
                 checkpoint.save(folder, contents, self.progress.step, keep, is_best, top)

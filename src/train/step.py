@@ -23,9 +23,12 @@ class TrainStep(nn.Module):
     Under DataParallel `self.model` may be the spread model, whose outputs are on another device than the targets.
     """
 
-    def __init__(self, model: nn.Module, criterion: Criterion, task: str = "classification") -> None:
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, task: str = "classification", num_classes: int | None = None
+    ) -> None:
+        """`num_classes`: of the data, if the model may have more outputs."""
         super().__init__()
-        self.model, self.criterion, self.task = model, criterion, task
+        self.model, self.criterion, self.task, self.num_classes = model, criterion, task, num_classes
         self.frozen = frozen_modules(model)
 
     def train(self, mode: bool = True) -> TrainStep:
@@ -44,6 +47,8 @@ class TrainStep(nn.Module):
         outputs = self.model(images)
         targets = targets.to(outputs.device, non_blocking=True)
         loss = self.criterion(outputs, targets)
+        # As in evaluation, further outputs are no scores.
+        outputs = outputs[:, : self.num_classes]
         if self.task == "multilabel":
             return loss, {}
         return loss, {"acc": accuracy(outputs.detach(), targets)}

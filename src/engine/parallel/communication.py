@@ -18,7 +18,10 @@ class Communication:
         return 0.0, 0.0
 
     def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
-        """Return bytes per step of `accumulate` batches: (over all links, over the busiest link in one direction)."""
+        """Return bytes per step of `accumulate` batches: (over all links, over the busiest link in one direction).
+
+        `model`: the training step, whose parameters are the model's and those of the loss.
+        """
         return 0, 0
 
     def timed_calls(self) -> list[tuple[nn.Module, str]]:

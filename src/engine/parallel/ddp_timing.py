@@ -116,5 +116,7 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:
     """Return True if all buffers of `model` belong to BatchNorm. Training does not read them, so no step needs to send them."""
-    owners = (module for module in model.modules() if next(module.buffers(recurse=False), None) is not None)
-    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)
+    # Buffers that a state dict leaves out, such as class weights, are constants.
+    saved = model.state_dict().keys()
+    owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name in saved}
+    return all(isinstance(model.get_submodule(owner), nn.modules.batchnorm._BatchNorm) for owner in owners)

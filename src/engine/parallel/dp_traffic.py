@@ -34,8 +34,10 @@ class DpTraffic(Communication):
     def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
         """Count what each batch moves: parameters and buffers to the replicas, gradients back, inputs and outputs."""
         others = len(self._devices) - 1
-        out = others * sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + (self._out or 0)
-        back = others * sum(p.nbytes for p in model.parameters() if p.requires_grad) + self._back
+        # The whole step with loss_in_replica, else the model without its loss.
+        copied = model if self.spread is None else self.spread
+        out = others * sum(tensor.nbytes for tensor in (*copied.parameters(), *copied.buffers())) + (self._out or 0)
+        back = others * sum(p.nbytes for p in copied.parameters() if p.requires_grad) + self._back
         return accumulate * (out + back), accumulate * max(out, back)
 
     def count(self, images: Tensor, targets: Tensor, outputs: Tensor | None) -> None:

@@ -34,6 +34,18 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def refuse_scalars(step: nn.Module, model: nn.Module) -> None:
+    """Raise ValueError if a parameter of the training step has no dimension along which it could be sharded."""
+    of_model = {id(parameter): f"model.name: {name}" for name, parameter in model.named_parameters()}
+    for name, parameter in step.named_parameters():
+        # Frozen parameters of a loss stay whole.
+        if parameter.ndim == 0 and (parameter.requires_grad or id(parameter) in of_model):
+            raise ValueError(
+                f"{of_model.get(id(parameter), f'train.loss: {name}')} is a parameter without dimensions, which parallel=fsdp "
+                "cannot shard; give it one with torch.ones(1), or use parallel=ddp"
+            )
+
+
 def announce_waiting(module: nn.Module) -> None:
     """Report to the watchdog when a forward pass waits for the weights of `module`, or it may blame the waiting rank."""
 

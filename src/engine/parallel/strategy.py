@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,20 @@ from src.schema import ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+class HasParameters(Protocol):
+    """A model, or the state of a run, whose parameters are those of the whole training step."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a training step besides those of its model, by name: those of the loss, or of a projector."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    return {name: parameter for name, parameter in step.named_parameters() if id(parameter) not in of_model}
 
 
 class Strategy:
@@ -63,7 +78,7 @@ class Strategy:
         """Apply the strategy to a training step, which is a module whose `model` maps images to outputs.
 
         Returns a module that maps this process's batch (images, targets), on `device`, to its mean loss and a dict of
-        metrics. The optimizer is built afterwards, from the model's parameters.
+        metrics. The optimizer is built afterwards, from the parameters of the model and of the rest of the step.
         """
         raise NotImplementedError
 

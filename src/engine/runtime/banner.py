@@ -36,6 +36,7 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
         rate += f" = {config.optim.lr:g} x {config.optim.lr_rule} rule to batch {batch}"
     facts = {
         "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
+        "step": _own_parameters(run),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} dropped per epoch, {loading}",
         "classes": _classes(run.dataset.class_names),
         "strategy": _strategy(run),
@@ -45,7 +46,14 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
         "folder": str(folder),
     }
     for name, fact in facts.items():
-        log.info("%8s  %s", name, fact)
+        if fact:
+            log.info("%8s  %s", name, fact)
+
+
+def _own_parameters(run: BuiltRun) -> str:
+    own = {name: parameter for name, parameter in run.state.own_parameters.items() if parameter.requires_grad}
+    count = sum(parameter.numel() for parameter in own.values())
+    return shorten(f"{count:,} parameters besides the model's: {', '.join(own)}", 100) if own else ""
 
 
 def _classes(names: list[str]) -> str:

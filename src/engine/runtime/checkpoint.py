@@ -2,6 +2,7 @@
 
 `last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt`
 the newest few (checkpoint.keep), each with a `.json` file. Weights have the names of the unwrapped model, as in plain timm.
+`train_step` has the tensors that the training step has besides the model's, such as the parameters of a loss.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from src.engine.machine.files import write_text, write_whole
 from src.engine.parallel.strategy import Strategy
 from src.engine.record.result import read_result
-from src.engine.runtime.interfaces import TrainState
+from src.engine.runtime.interfaces import OF_STEP, TrainState
 from src.engine.runtime.optimizer_state import named_state, restore_named_state
 from src.engine.runtime.progress import Progress
 
@@ -174,7 +175,8 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
     # Learning rates and random draws are functions of the step, so a checkpoint has no state of them.
     parts = {
         "model": state.model.state_dict(),
-        "optimizer": named_state(state.optimizer, state.model),
+        OF_STEP: {name: tensor.detach() for name, tensor in state.own_tensors().items()},
+        "optimizer": named_state(state.optimizer, state),
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema": None if state.ema is None else state.ema.module.state_dict(),
     }
@@ -202,18 +204,40 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     for name, module in state.modules.items():
         strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
     state.progress = Progress.from_saved(contents["progress"])
-    restore_named_state(state.optimizer, state.model, contents["optimizer"], strategy)
+    restore_named_state(state.optimizer, state, contents["optimizer"], strategy)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])
 
 
 def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load the weights and, with model.ema.decay, their moving average; without one in the checkpoint, load the weights."""
+    """Load the weights and, with model.ema.decay, their moving average; without one in the checkpoint, load the weights.
+
+    Also loads what the training step has besides the model.
+    """
     for name, module in state.modules.items():
         which = "model" if contents[name] is None else name
         current, saved = module.state_dict(), contents[which]
         parts = {key: strategy.part(value, current[key]) if key in current else value for key, value in saved.items()}
         fill(module, {which: parts}, which)
+    _restore_step(state, strategy, contents.get(OF_STEP, {}))
+
+
+@torch.no_grad()
+def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
+    """Load the tensors that the training step has besides the model. Raises ValueError if a parameter is not in `saved`."""
+    own = state.own_tensors()
+    # Older versions saved none of them. A buffer keeps the value that it was built with.
+    lacking = [name for name in state.own_parameters if name not in saved]
+    changed = [name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape]
+    if lacking or changed:
+        raise ValueError(
+            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, which the loss or the training "
+            "step trains; give train.loss and train.loss_kwargs as they were, or start a new run with "
+            "model.weights=<folder>/checkpoints/last.pt"
+        )
+    for name, tensor in own.items():
+        if name in saved:
+            tensor.copy_(strategy.part(saved[name], tensor))
 
 
 def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:

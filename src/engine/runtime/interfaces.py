@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from src.engine.data.dataset import ImageDataset, split_fingerprint
 from src.engine.data.loader import Loader, TrainLoader
 from src.engine.parallel.communication import Communication
-from src.engine.parallel.strategy import Strategy
+from src.engine.parallel.strategy import Strategy, own_parameters
 from src.engine.runtime.progress import Progress
 from src.engine.runtime.step_hooks import StepHooks
 from src.schema import ResolvedConfig
 
+# Begins the names of the step's own parameters, after those of the model.
+OF_STEP = "train_step"
+
 
 @dataclass
 class TrainState:
-    """Model, optimizer, schedule, EMA and progress: all that a training step changes. A checkpoint stores it."""
+    """Model, training step, optimizer, schedule, EMA and progress: all that a step changes. A checkpoint stores it."""
 
     model: nn.Module  # without the wrapper of the strategy
+    train_step: nn.Module  # the model, the loss and what else a step has; also without the wrapper
     wrapped: nn.Module  # (images, targets) -> (mean loss, metrics)
     optimizer: torch.optim.Optimizer
     schedule: Any  # timm's Scheduler; has step_update(step)
@@ -35,6 +40,30 @@ class TrainState:
         """The unwrapped model and, with model.ema, the averaged model, by their names in a checkpoint."""
         modules = {"model": self.model}
         return modules if self.ema is None else modules | {"ema": self.ema.module}
+
+    @cached_property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the training step besides the model's, by name: those of the loss, or of a projector."""
+        return own_parameters(self.train_step, self.model)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters of the training step besides the model's, and its buffers that a state dict has, by name."""
+        of_model = {id(buffer) for buffer in self.model.buffers()}
+        saved = self.train_step.state_dict().keys()
+        # Looked up in each call, because a module may replace its buffers.
+        buffers = self.train_step.named_buffers()
+        own = {name: buffer for name, buffer in buffers if name in saved and id(buffer) not in of_model}
+        return {**self.own_parameters, **own}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the names and parameters of the model, then those of the training step's own ones."""
+        yield from self.model.named_parameters()
+        yield from ((f"{OF_STEP}.{name}", parameter) for name, parameter in self.own_parameters.items())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield all parameters of the training step, the model's first."""
+        yield from self.model.parameters()
+        yield from self.own_parameters.values()
 
 
 class BuiltRun:

@@ -54,7 +54,9 @@ class MetricWindow:
 def check_finite(states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int) -> None:
     """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity on any. Collective."""
     tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
-    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
+    flags = [~tensor.isfinite().all() for tensor in tensors]
+    # A loss may be on another device than the model (parallel.output_device).
+    bad = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
     # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.
     if any(group.gather(bool(bad))):
         raise NotFiniteError(f"the weights are not finite after step {step}, though its loss was", step)

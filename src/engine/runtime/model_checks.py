@@ -47,10 +47,8 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
     return compiled
 
 
-def check_image_size(
-    model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device
-) -> None:
-    """Run `model` on one black image of `input_size` (channels, height, width).
+def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device) -> int:
+    """Run `model` on one black image of `input_size` (channels, height, width). Return its number of outputs.
 
     Raises ValueError if the model does not accept the size, or does not return a score for each class.
     """
@@ -75,3 +73,4 @@ def check_image_size(
         raise ValueError(
             f"model.name: {type(model).__name__} must return a score per class, [1, {num_classes}] for one image, not {shape}"
         )
+    return outputs.shape[1]

@@ -8,22 +8,34 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from src.engine.parallel.strategy import Strategy
+from src.engine.parallel.strategy import HasParameters, Strategy
 
 log = logging.getLogger(__name__)
 # The step counter that some optimizers keep in a parameter group. All other entries are hyperparameters of the config.
 COUNTER = "step"
 
 
-def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
+    """Raise ValueError if the optimizer lacks a parameter that is to be trained: it would keep its initial value."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ValueError(
+            f"optim: no parameter group has {shown}; add them to one in build_optimizer, or freeze them with "
+            "requires_grad_(False)"
+        )
+
+
+def named_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
     """Return the optimizer's `state_dict()` with parameter names instead of numbers, and its class name as `kind`."""
     return {"kind": type(optimizer).__name__, **_with_names(optimizer.state_dict(), _names(optimizer, model))}
 
 
-def restore_named_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any], strategy: Strategy) -> None:
+def restore_named_state(optimizer: Optimizer, model: HasParameters, saved: dict[str, Any], strategy: Strategy) -> None:
     """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Hyperparameters keep the config's values."""
     names, kind = _names(optimizer, model), type(optimizer).__name__
     if "kind" not in saved:
@@ -58,7 +70,7 @@ def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
     return strategy.part(value, parameter) if is_like else value
 
 
-def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+def _names(optimizer: Optimizer, model: HasParameters) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of their numbers in `state_dict()`."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

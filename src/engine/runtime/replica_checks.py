@@ -6,13 +6,12 @@ import hashlib
 import logging
 
 import torch
-from torch import nn
 
 from src.engine.data.dataset import ImageDataset, split_fingerprint
 from src.engine.errors import ReplicasDifferError
 from src.engine.machine.ranks import first_difference, host_name
 from src.engine.parallel.group import ProcessGroup
-from src.engine.parallel.strategy import Strategy
+from src.engine.parallel.strategy import HasParameters, Strategy
 
 log = logging.getLogger(__name__)
 # Largest distance between ranks at the end, relative to the norm of the parameters. Rounding adds up to about 1e-7 a step, as
@@ -33,8 +32,8 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
         raise ValueError(f"data: {difference}; give all nodes the same data")
 
 
-def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, str]:
-    """Raise RuntimeError if ranks start with different parameters. Return (measured world size, parameter hash). Collective."""
+def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[int, str]:
+    """Raise ReplicasDifferError if ranks start with different parameters. Return (world size, parameter hash). Collective."""
     digest, equal = parameters_hash(model, strategy)
     if not equal:
         raise ReplicasDifferError(
@@ -48,8 +47,8 @@ def check_replicas_at_start(model: nn.Module, strategy: Strategy) -> tuple[int, 
     return measured, digest
 
 
-def check_replicas_at_end(model: nn.Module, strategy: Strategy) -> tuple[str, list[str]]:
-    """Raise RuntimeError if ranks end with different parameters. Return (hash of rank 0's, warnings). Collective."""
+def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str, list[str]]:
+    """Raise ReplicasDifferError if ranks end with different parameters. Return (hash, warnings). Collective."""
     # All ranks apply the same averaged gradients, but devices of different models may round an update differently. Ranks on
     # devices of one model must not differ, and none by more than rounding explains.
     digest, equal = parameters_hash(model, strategy)
@@ -70,7 +69,7 @@ def check_replicas_at_end(model: nn.Module, strategy: Strategy) -> tuple[str, li
 
 
 @torch.no_grad()
-def relative_drift(model: nn.Module, strategy: Strategy) -> float:
+def relative_drift(model: HasParameters, strategy: Strategy) -> float:
     """Return the largest distance of a rank's parameters from their mean over ranks, divided by that mean's norm."""
     distance = norm = 0.0
     for parameter in model.parameters():
@@ -81,7 +80,7 @@ def relative_drift(model: nn.Module, strategy: Strategy) -> float:
     return float(max(strategy.group.gather(distance)) / norm) ** 0.5 if norm else 0.0
 
 
-def parameters_hash(model: nn.Module, strategy: Strategy) -> tuple[str, bool]:
+def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool]:
     """Return (hash of all parameters on rank 0, True if it is equal on all ranks). Collective."""
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -142,7 +142,7 @@ def _energy(run: BuiltRun) -> dict[str, float | None]:
 
 def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
     """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with compute) by rank."""
-    total, link = run.communication.bytes(run.state.model, run.config.train.accumulate)
+    total, link = run.communication.bytes(run.state.wrapped, run.config.train.accumulate)
     # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
     return {
         "bytes_per_step": total,

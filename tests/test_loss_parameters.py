@@ -1,0 +1,424 @@
+"""Parameters of the training step besides the model's, such as those of a loss: trained, saved, resumed, not exported."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_ranks, read_lines, resolved
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from src.commands.export import export_safetensors
+from src.commands.load import load_trained
+from src.engine.errors import NotFiniteError
+from src.engine.launch.job import prepare
+from src.engine.machine.ranks import Ranks
+from src.engine.machine.signals import Stopped
+from src.engine.parallel.ddp_timing import has_only_batch_norm_buffers
+from src.engine.record.result import read_result
+from src.engine.runtime import checkpoint
+from src.engine.runtime.optimizer_state import check_is_complete
+from src.engine.runtime.replica_checks import parameters_hash
+from src.parallel import build_strategy
+from src.parallel.data_parallel import DataParallelStrategy
+from src.schema import ParallelConfig, ResolvedConfig
+from src.train.build import RunParts
+from src.train.loop import _clip_gradients
+from src.train.losses import build_criterion
+from src.train.run import Trainer
+from src.train.step import TrainStep
+
+STEPS = 8  # in 2 epochs
+SETTINGS = (
+    "model.num_classes=18",
+    "data.batch_size=12",
+    "data.limit_train=96",
+    "train.accumulate=2",
+    "train.log_every=1",
+    "optim.warmup_epochs=0.5",
+    "optim.clip_grad=1",
+    "parallel.accelerator=cpu",
+    "model.ema.decay=0.9",
+)
+SPREADS = {
+    "single": ("parallel=single",),
+    "dp": ("parallel=dp", "parallel.devices=2"),
+    "dp_in_replica": ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
+    "ddp": ("parallel=ddp", "parallel.devices=2"),
+    "fsdp": ("parallel=fsdp", "parallel.devices=2"),
+}
+# The name of this file in configs, which may name classes of src/ only.
+HERE = "src.loss_parameters_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
+
+
+def page_module() -> Any:
+    """Import the example of docs/extend.md."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "extend.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n# src/train/arcface.py\n")[2].partition("```")[0]
+    module = ModuleType("arcface")
+    exec(code, module.__dict__)
+    return module
+
+
+class ArcFace(page_module().ArcFace):  # type: ignore[misc]
+    """The loss of the page, with a learned scale of the scores, a count of batches and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=10, size=8)
+        self.temperature = nn.Parameter(torch.full((1,), 2.0))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(2), persistent=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.batches = self.batches + 1
+        scores = outputs[:, : self.classes] * self.temperature
+        loss: Tensor = super().forward(outputs, targets) + functional.cross_entropy(scores, targets)
+        return loss
+
+
+def config_of(*overrides: str) -> ResolvedConfig:
+    config = resolved(*SETTINGS, *overrides)
+    config.train.loss = f"{HERE}.ArcFace"
+    return config
+
+
+def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None = None) -> None:
+    """Train from the checkpoint in `folder`, if there is one, to the end or to step `stop_at`."""
+    torch.set_num_threads(1)
+    training = Trainer(config, Path(folder), ranks, store)
+    training.resume()
+
+    def stop_if_due(*_: Any) -> None:
+        if training.progress.step + 1 == stop_at:
+            training.group.stop.request(signal.SIGTERM)
+
+    training.state.wrapped.register_forward_hook(stop_if_due)
+    try:
+        training.train()
+    except Stopped:
+        training.strategy.close()
+    finally:
+        training.close()
+
+
+def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
+    if not folder.exists():
+        prepare(config, folder)
+    if config.parallel.has_ranks:
+        in_ranks(train, config.parallel.devices, str(folder), config, stop_at)
+    else:
+        train(Ranks(), None, str(folder), config, stop_at)
+    return folder
+
+
+def contents(folder: Path, name: str = "last") -> dict[str, Any]:
+    return checkpoint.load(folder / "checkpoints" / f"{name}.pt")
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function `spread -> run folder`. Each spread trains once."""
+    base = tmp_path_factory.mktemp("loss_parameters")
+
+    def folder(spread: str) -> Path:
+        at = base / spread
+        return at if at.exists() else train_in(at, config_of(*SPREADS[spread]))
+
+    return folder
+
+
+def built(*overrides: str) -> RunParts:
+    """Build a run on one device, with the loss of this file."""
+    config = config_of("parallel=single", *overrides)
+    torch.manual_seed(0)
+    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+
+
+def saved(run: RunParts) -> dict[str, Any]:
+    return checkpoint.snapshot(run.state, run.strategy)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        "dp",
+        "dp_in_replica",
+        pytest.param("ddp", marks=pytest.mark.processes),
+        pytest.param("fsdp", marks=pytest.mark.processes),
+    ],
+)
+def test_loss_with_parameters_trains_alike_under_every_strategy(trained: Callable[[str], Path], spread: str) -> None:
+    expected, actual = contents(trained("single")), contents(trained(spread))
+    assert losses(trained(spread)) == pytest.approx(losses(trained("single")), rel=1e-5)
+    assert list(actual["train_step"]) == list(expected["train_step"]) == NAMES
+    for name in ("criterion.centers", "criterion.temperature"):
+        assert torch.allclose(actual["train_step"][name], expected["train_step"][name], rtol=1e-4, atol=1e-5), name
+    assert read_result(trained(spread)).proof["hashes_equal"]
+
+
+def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
+    trained: Callable[[str], Path],
+) -> None:
+    last, initial = contents(trained("single")), built().state.own_tensors()
+    for name in ("criterion.centers", "criterion.temperature"):
+        assert (last["train_step"][name] - initial[name]).abs().max() > 1e-4, name
+    assert last["train_step"]["criterion.batches"] == 2 * STEPS
+    groups = {tuple(group["params"]): group["weight_decay"] for group in last["optimizer"]["param_groups"][-2:]}
+    assert groups == {("train_step.criterion.temperature",): 0.0, ("train_step.criterion.centers",): 0.05}
+
+
+def test_head_lr_scale_applies_to_the_parameters_of_a_loss_and_layer_decay_does_not() -> None:
+    state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
+    scale_of = {id(p): group["lr_scale"] for group in state.optimizer.param_groups for p in group["params"]}
+    assert [scale_of[id(parameter)] for parameter in state.own_parameters.values()] == [10.0, 10.0]
+
+
+def test_frozen_model_part_leaves_the_parameters_of_a_loss_trainable() -> None:
+    state = built("model.freeze=backbone").state
+    trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
+    assert trainable == {"head", "train_step"}
+    assert sum(len(group["params"]) for group in state.optimizer.param_groups) == 4
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 0.5), ("agc", 10.0)])
+def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(mode: str, expected: float) -> None:
+    run = built("optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}")
+    for parameter in run.state.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    temperature = run.state.own_parameters["criterion.temperature"]
+    assert temperature.grad is not None
+    temperature.grad.fill_(10)
+    norm = _clip_gradients(run.state, run.config.optim, run.strategy, needed=True)
+    assert norm == 10
+    # agc leaves the head alone.
+    assert temperature.grad.item() == pytest.approx(expected)
+
+
+def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
+    state = built().state
+    state.optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match=r"train_step\.criterion\.centers"):
+        check_is_complete(state.optimizer, state)
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(trained: Callable[[str], Path]) -> None:
+    last, digest = contents(trained("single")), hashlib.sha256()
+    own = [last["train_step"][f"criterion.{name}"] for name in ("centers", "temperature")]
+    for tensor in (*last["model"].values(), *own):
+        digest.update(tensor.numpy().tobytes())
+    assert read_result(trained("single")).parameters_hash == digest.hexdigest()[:16]
+
+
+def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path: Path) -> None:
+    training = Trainer(config_of("parallel=single"), tmp_path, Ranks(), None)
+    training.state.own_parameters["criterion.temperature"].data.fill_(math.nan)
+    with pytest.raises(NotFiniteError):
+        training.save(is_best=False)
+    training.close()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("single", "single"),
+        pytest.param("fsdp", "fsdp", marks=pytest.mark.processes),
+        pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
+    ],
+)
+def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
+    trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
+) -> None:
+    folder = train_in(tmp_path / "run", config_of(*SPREADS[before]), stop_at=6)
+    assert contents(folder)["progress"]["step_in_epoch"] == 2
+    train_in(folder, config_of(*SPREADS[after]))
+    expected, actual = contents(trained(after)), contents(folder)
+    assert losses(folder) == pytest.approx(losses(trained(after)), rel=1e-5)
+    for part in ("model", "ema", "train_step"):
+        for name, tensor in expected[part].items():
+            is_equal = torch.equal if before == after else partial(torch.allclose, rtol=1e-3, atol=1e-4)
+            assert is_equal(actual[part][name], tensor), name
+    if before == after:
+        states = expected["optimizer"]["state"], actual["optimizer"]["state"]
+        assert all(map(torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)))
+
+
+def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() -> None:
+    run = built()
+    old = {key: value for key, value in saved(run).items() if key != "train_step"}
+    other = {**saved(run), "train_step": {name: torch.zeros(3) for name in NAMES}}
+    for contents_of_run in (old, other):
+        with pytest.raises(ValueError, match=r"train\.loss: .*criterion\.centers") as refusal:
+            checkpoint.restore(built().state, run.strategy, contents_of_run)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
+def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: str) -> None:
+    config = resolved()
+    config.train.loss = loss
+    criterion = build_criterion(config.train, config.data.augment, {"class_weight": torch.rand(10)})
+    assert isinstance(criterion, nn.Module)
+    assert list(criterion.buffers())
+    assert not criterion.state_dict()
+    assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
+
+
+def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
+    config = resolved("parallel=single", "train.class_weights=auto")
+    run, other = (RunParts(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2))
+    contents_of_run = saved(run)
+    assert contents_of_run.pop("train_step") == {}
+    checkpoint.restore(other.state, other.strategy, contents_of_run)
+    assert parameters_hash(other.state, other.strategy) == parameters_hash(run.state, run.strategy)
+
+
+def test_trained_model_of_a_loss_with_parameters_has_only_the_tensors_of_the_model(
+    trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained("single"), tmp_path / "run")
+    # This file is not in src/, which a saved config is checked for.
+    text = (run / "config.yaml").read_text().replace(f"{HERE}.ArcFace", "ce")
+    (run / "config.yaml").write_text(text)
+    export_safetensors(load_trained(run, None, None, torch.device("cpu")), tmp_path)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == contents(trained("single"))["model"].keys()
+    fresh = built(f"model.weights={trained('single')}/checkpoints/best.pt").state
+    assert not torch.equal(
+        fresh.own_tensors()["criterion.centers"], contents(trained("single"))["train_step"]["criterion.centers"]
+    )
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
+    config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
+    strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
+    # A device that every machine has.
+    strategy.output_device = torch.device("meta")
+    step = TrainStep(nn.Linear(4, 18), criterion)
+    strategy.wrap(step)
+    assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {"meta"}
+    assert {parameter.device.type for parameter in step.model.parameters()} == {"cpu"}
+
+
+def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
+    config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True)
+    strategy, settings = DataParallelStrategy(config, Ranks()), resolved()
+    criterion = build_criterion(settings.train, settings.data.augment, {"class_weight": torch.rand(3)})
+    assert isinstance(criterion, nn.Module)
+    weights: dict[int, int] = {}
+
+    def note(replica: nn.Module, *_: Any) -> None:
+        weights[id(replica)] = replica.weight.data_ptr()  # type: ignore[operator]
+
+    criterion.register_forward_pre_hook(note)
+    images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    model = nn.Linear(4, 3)
+    loss, _ = strategy.wrap(TrainStep(model, criterion))(images, labels)
+    assert len(weights) == len(set(weights.values())) == 2
+    assert loss.item() == pytest.approx(criterion(model(images), labels).item())
+
+
+# fsdp ----------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.norm(self.linear(features).relu())  # type: ignore[no-any-return]
+
+
+class ReadsWeight(nn.Module):
+    """Computes with a weight of a block outside of the block."""
+
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__()
+        self.block, self.head = Block(in_chans * 64), nn.Linear(in_chans * 64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.block(images.flatten(1))
+        return self.head(functional.linear(features, self.block.linear.weight))  # type: ignore[no-any-return]
+
+
+class NamesNoBlocks(ReadsWeight):
+    def shard_blocks(self) -> list[nn.Module]:
+        return []
+
+
+class Scaled(ReadsWeight):
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__(num_classes, in_chans)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs * self.scale, targets)
+
+
+def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
+    """Return the message of the refusal to build each model or loss; empty if it trains a step."""
+    messages = []
+    for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
+        config = resolved("parallel=fsdp", "parallel.devices=2", "data.image_size=8", "data.batch_size=24")
+        if name == "Temperature":
+            config.train.loss = f"{HERE}.{name}"
+        else:
+            config.model.name, config.model.kwargs = f"{HERE}.{name}", {}
+        strategy = build_strategy(config.parallel, ranks, PrefixStore(str(number), store))
+        try:
+            run = RunParts(config, strategy)
+            run.state.wrapped(*next(run.train.epoch(0)))[0].backward()
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+        strategy.close()
+    return messages
+
+
+@pytest.mark.processes
+def test_fsdp_refuses_what_it_cannot_shard_with_key_and_fix() -> None:
+    for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):
+        assert "shard_blocks()" in reads_weight and "parallel=ddp" in reads_weight
+        assert scaled.startswith("model.name: scale ") and "parallel=ddp" in scaled
+        assert temperature.startswith("train.loss: criterion.scale ")
+        assert names_no_blocks == ""
