@@ -16,9 +16,10 @@ from src.engine.data.dataset import InMemory, train_labels
 from src.engine.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher
 from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
+from src.engine.parallel.lockstep import Lockstep
 from src.engine.parallel.strategy import Strategy
 from src.engine.runtime.interfaces import BuiltRun, TrainState
-from src.engine.runtime.model_checks import check_image_size, compile_model
+from src.engine.runtime.model_checks import check_image_size, check_sharded_model, compile_model
 from src.engine.runtime.optimizer_state import check_is_complete
 from src.engine.runtime.progress import count_steps
 from src.engine.runtime.replica_checks import check_same_data
@@ -144,6 +145,9 @@ class RunParts(EvaluationParts, BuiltRun):
         # The loss, and modules that you add to the step, go to the model's device.
         step = TrainStep(autocast, criterion, config.train.task, self.num_classes).to(strategy.device)
         wrapped = strategy.wrap(step)
+        sharded = strategy.for_evaluation(autocast) if strategy.shards else None
+        if isinstance(sharded, Lockstep):
+            check_sharded_model(sharded, self.preprocessing.input_size, strategy.group)
         if ema is not None:
             strategy.lay_out(ema.module)
         optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)

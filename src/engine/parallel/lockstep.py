@@ -16,7 +16,7 @@ class Lockstep(nn.Module):
 
     def __init__(self, model: nn.Module, group: ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self.model, self._group, self._device = model, group, device
+        self.model, self._group, self.device = model, group, device
 
     def forward(self, images: Tensor) -> Any:
         """Map images [B, C, H, W] to the model's outputs, while every other rank runs its batch or `finish`."""
@@ -29,13 +29,13 @@ class Lockstep(nn.Module):
         """Run black images while other ranks have batches left, then free the gathered parameters."""
         while shape := [int(side) for side in self._announce((0, 0, 0)).amax(0) if side]:
             with torch.inference_mode(False), torch.no_grad():
-                self.model(torch.zeros(1, *shape, device=self._device))
+                self.model(torch.zeros(1, *shape, device=self.device))
         for module in self.model.modules():
             getattr(module, "reshard", lambda: None)()
 
     def _announce(self, shape: tuple[int, ...]) -> Tensor:
         """Gather the image shape of each rank's next batch: [ranks, 3], zeros for a rank without a next batch. Collective."""
         liveness.at(COUNTING)
-        shapes = self._group.rows(torch.tensor(shape, device=self._device))
+        shapes = self._group.rows(torch.tensor(shape, device=self.device))
         liveness.at(EVALUATING)
         return shapes

@@ -12,6 +12,8 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 
 from src.engine.machine.text import yaml_text
+from src.engine.parallel.group import ProcessGroup
+from src.engine.parallel.lockstep import Lockstep
 
 
 def skip_unreachable_hub() -> None:
@@ -74,3 +76,25 @@ def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_cla
             f"model.name: {type(model).__name__} must return a score per class, [1, {num_classes}] for one image, not {shape}"
         )
     return outputs.shape[1]
+
+
+def check_sharded_model(model: Lockstep, input_size: tuple[int, int, int], group: ProcessGroup) -> None:
+    """Run a sharded model on one black image, which it has accepted before it was sharded. Collective.
+
+    Raises ValueError on all ranks if the model reads a parameter while only a part of it is there.
+    """
+    was_training, reason = model.training, ""
+    try:
+        model.eval()(torch.zeros(1, *input_size, device=model.device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+    # A rank that has lost another one fails here with an error of the group.
+    if any(group.gather(reason)):
+        raise ValueError(
+            f"parallel=fsdp: the model uses a parameter outside of the forward pass of its block ({reason}); let a method "
+            "shard_blocks() of the model return the blocks to shard ([] for none), or use parallel=ddp"
+        )
+    model.finish()
+    model.train(was_training)
