@@ -209,9 +209,8 @@ class FakeDriver:
         return 0 if self.devices else 100
 
     def cuGetErrorString(self, number: int, text: Any) -> int:
-        text._obj.value = {100: b"no CUDA-capable device is detected", 804: b"forward compatibility was attempted"}[
-            number
-        ]
+        texts = {3: b"initialization error", 100: b"no CUDA-capable device is detected"}
+        text._obj.value = {**texts, 804: b"forward compatibility was attempted"}[number]
         return 0
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -267,6 +266,7 @@ def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(monkeypatc
         (None, None, "libcuda.so.1 cannot be loaded"),
         (FakeDriver(init=100), None, "no CUDA-capable device is detected (100)"),
         (FakeDriver(init=804), None, "forward compatibility was attempted (804)"),
+        (FakeDriver(init=3), None, "initialization error (3): this process was forked"),
         (FakeDriver(), "0,0", "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)"),
         (
             FakeDriver(MIXED, version=12040),

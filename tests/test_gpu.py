@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import Train, resolved, run_warm
 
 from src.engine.machine.ranks import Ranks
+from src.engine.record.result import read_result
 from src.engine.runtime import checkpoint
 from src.engine.runtime.evaluation import evaluate
 from src.engine.runtime.replica_checks import measured_world_size
@@ -57,6 +59,19 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
     assert done.returncode == 0, done.output
     assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.processes
+def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_it(train: Train) -> None:
+    sweep = train.base / "sweep"
+    words = ("parallel=single", "optim.lr=1e-3,1e-4", "parallel.accelerator=cuda")
+    done = train("-m", *words, "train.max_steps=3", f"hydra.sweep.dir={sweep}")
+    assert done.returncode == 0, done.output
+    for job in ("0", "1"):
+        facts = json.loads((sweep / job / "environment.json").read_text(encoding="utf-8"))
+        assert (read_result(sweep / job).accelerator, len(facts["devices"])) == ("cuda", torch.cuda.device_count())
 
 
 @pytest.mark.gpu

@@ -54,6 +54,11 @@ def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(monkeypatch: p
     assert devices_here()["cuda"] == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_job_that_runs_alone_is_limited_to_no_devices_and_sees_every_gpu(kind: str) -> None:
+    assert share_of(Requirement(kind, 2), []) == ({}, [])
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "cause"),
     [

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,8 +23,10 @@ from commands import processes_of
 from src.engine.jobs import warm_server
 from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.keys import SweepConfig
+from src.engine.launch import fork_server
 from src.engine.launch.fork_server import _check_is_forkable, run_and_exit
 from src.engine.launch.supervisor import with_project_on_path
+from src.engine.machine import hardware, nvidia
 from src.engine.machine.lock import is_locked
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
@@ -210,6 +213,53 @@ def test_warm_server_refuses_to_fork_when_its_process_has_a_second_thread() -> N
     finally:
         event.set()
         thread.join()
+
+
+def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "listdir", lambda path: ["one thread"])
+    _check_is_forkable()
+    monkeypatch.setattr(nvidia, "_open_driver", lambda: SimpleNamespace(cuInit=lambda flags: 100))
+    monkeypatch.setattr(nvidia, "_driver_error", lambda *given: "no device")
+    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
+    nvidia.Driver.ask("13.0")
+    with pytest.raises(RuntimeError, match="CUDA"):
+        _check_is_forkable()
+
+
+def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a fork, CUDA works only if no process before had initialized it."""
+    folder, connection, seen = frozen(tmp_path / "job"), socket.socketpair()[0], tmp_path / "seen"
+
+    def ask_driver() -> tuple[()]:
+        nvidia.has_initialized_driver = True
+        return ()
+
+    def run(*given: Any) -> None:
+        seen.write_text(f"{os.environ['OF_THE_JOB']} {nvidia.has_initialized_driver}")
+
+    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
+    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
+    monkeypatch.setattr(fork_server, "limit_job", lambda parent, cores: None)
+    request = {"folder": str(folder), "environment": {**os.environ, "OF_THE_JOB": "yes"}, "cores": []}
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(lambda: fork_server.ForkServer(connection, run)._run_job(os.getppid(), request))
+    os.waitpid(pid, 0)
+    assert seen.read_text() == "yes False"
+    assert json.loads((folder / "environment.json").read_text())["devices"] == []
+
+
+def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
+    with fork_server.ForkedRank(tmp_path, lambda *given: None) as forked:
+        os.kill(forked.pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(forked.pid, 0)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ def need_of(config: Config) -> Requirement:
 
 
 def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], list[int]]:
-    """Return (environment variables, cores) that limit a job to the devices `names`. An empty list of cores means all."""
-    variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" else {}
+    """Return (environment variables, cores) that limit a job to the devices `names`; none of both if `names` is empty."""
+    # An empty CUDA_VISIBLE_DEVICES would hide every GPU.
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" and names else {}
     return variables, [int(name) for name in names] if need.kind == "cpu" else []
 
 

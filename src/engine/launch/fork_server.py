@@ -1,7 +1,7 @@
 """Server that forks the jobs of a sweep or search from a process that has already imported torch, timm and your code.
 
 This saves each job seconds of imports. engine/jobs/warm_server.py starts it as `python -m src.train --serve <fd>`. It forks
-only jobs of one rank: first the launcher of the job, which then forks the rank.
+only jobs of one rank: first the launcher of the job, which forks the rank at once, before it asks the CUDA driver for devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from src.engine.launch import job, rank
-from src.engine.machine.lock import forget_locks
+from src.engine.machine import nvidia
 from src.engine.machine.platform import KILL, STOP_SIGNALS
 from src.engine.machine.process import limit_job
 
@@ -40,12 +40,13 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
 
 
 def _check_is_forkable() -> None:
-    """Raise RuntimeError if an imported module started a thread or initialized CUDA: neither survives a fork."""
+    """Raise RuntimeError if this process has started a thread or initialized CUDA: neither survives a fork."""
     threads = len(os.listdir("/proc/self/task"))  # also counts threads of C++ libraries
     if threads != 1:
         raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    # torch does not notice a query of ours, after which the driver refuses to work in a forked process.
+    if nvidia.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
         raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
 
 
@@ -117,26 +118,41 @@ class ForkServer:
         os.close(console)
         sys.argv = [str(job.__file__), str(folder)]
 
-        def start_rank(command: list[str], environment: dict[str, str]) -> ForkedRank:
-            def run_rank() -> int:
-                replace_environment(environment)
-                sys.argv = command[command.index("-m") + 1 :]
-                return rank.main(folder, self.run)
-
-            return ForkedRank(run_rank)
-
-        return job.main(folder, start_rank)
+        with ForkedRank(folder, self.run) as forked:
+            return job.main(folder, forked.start)
 
 
 class ForkedRank:
-    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that the launcher calls."""
+    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that the launcher calls.
 
-    def __init__(self, work: Callable[[], int]) -> None:
+    The process is forked here and waits for `start`: the launcher initializes the CUDA driver, and no later fork could use CUDA.
+    """
+
+    def __init__(self, folder: Path, run: rank.RankMain) -> None:
+        _check_is_forkable()
         self.returncode: int | None = None
+        reading, self._writing = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            forget_locks()
-            run_and_exit(work)
+            os.close(self._writing)
+            run_and_exit(lambda: _run_rank(reading, folder, run))
+        os.close(reading)
+
+    def __enter__(self) -> ForkedRank:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End a rank that was never started (another process holds the run folder) or that the launcher did not wait for."""
+        os.close(self._writing)
+        self.kill()
+        self.wait()
+
+    def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
+        """Start the rank with the arguments of `command` and only these environment variables."""
+        arguments = command[command.index("-m") + 1 :]
+        with os.fdopen(os.dup(self._writing), "w", encoding="utf-8") as pipe:
+            pipe.write(json.dumps([arguments, environment]) + "\n")
+        return self
 
     def wait(self) -> int:
         if self.returncode is None:
@@ -149,6 +165,17 @@ class ForkedRank:
 
     def kill(self) -> None:
         self.send_signal(KILL)
+
+
+def _run_rank(reading: int, folder: Path, run: rank.RankMain) -> int:
+    """Wait for the request of `ForkedRank.start` and run the rank. Return its exit code; 0 if the launcher ends without one."""
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        line = pipe.readline()
+    if not line:
+        return 0
+    sys.argv, environment = json.loads(line)
+    replace_environment(environment)
+    return rank.main(folder, run)
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:

@@ -53,11 +53,6 @@ def remove_lock_files() -> None:
             path.unlink()
 
 
-def forget_locks() -> None:
-    """Forget the locks of the parent in a forked process, so that this process does not remove their files at its end."""
-    _held.clear()
-
-
 def is_locked(folder: Path) -> bool:
     """Return True if a running process holds the lock of `folder`."""
     if not (folder / NAME).exists():

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# True after cuInit: the CUDA driver works in no process that is forked from this one.
+has_initialized_driver = False
+NOT_INITIALIZED = 3  # cuda.h: what cuInit returns in such a process
 HIDING = ("", "-1", "none", "NoDevFiles", "void")  # values of CUDA_VISIBLE_DEVICES that hide all devices on purpose
 TEMPERATURE_GPU, CLOCK_SM = 0, 1  # nvml.h
 # Bits of nvmlDeviceGetCurrentClocksThrottleReasons. A power cap is normal for large models, so it is left out.
@@ -51,8 +54,12 @@ class Driver:
         except OSError:
             return cls(problem=_if_shown("the driver's library libcuda.so.1 cannot be loaded"))
         version, count = ctypes.c_int(), ctypes.c_int()
+        global has_initialized_driver
+        has_initialized_driver = True
         if code := library.cuInit(0):
-            return cls(problem=_if_shown(_driver_error(library, "cuInit", code)))
+            reason = _driver_error(library, "cuInit", code)
+            forked = f"{reason}: this process was forked from one that had initialized CUDA; start it as a command"
+            return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
             supported = _cuda_version(version.value)
