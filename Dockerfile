@@ -4,6 +4,8 @@
 # second process to look after.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
+# torch.compile calls a C compiler on a GPU.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # Home and project are everybody's: `--user $(id -u)` then writes outputs that belong to whoever started it.
 RUN python3 -m venv /opt/venv && mkdir -p /home/user/project && useradd --uid 1000 --home /home/user user \
     && chown user /home/user/project && chmod 1777 /home/user /home/user/project

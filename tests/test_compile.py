@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,7 @@ def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.Monke
         return model
 
     monkeypatch.setattr(torch, "compile", record)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     model = nn.Linear(2, 2)
     assert compile_model(model, False, CUDA) is model and given == []
     for mode in ("true", *COMPILE_MODES):
@@ -102,4 +105,24 @@ def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
         pytest.raises(ValueError, match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+"),
     ):
         compile_model(nn.Linear(2, 2), "max-autotune", CPU)
-    assert isinstance(compile_model(nn.Linear(2, 2), "max-autotune", CUDA), nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("variable", "present", "is_refused"),
+    [
+        (None, (), True),
+        (None, ("gcc",), False),
+        (None, ("clang",), False),
+        ("icx", ("gcc",), True),
+        ("icx", ("icx",), False),
+    ],
+)
+def test_compile_is_refused_on_a_gpu_without_a_c_compiler(
+    variable: str | None, present: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CC", variable)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in present else None)
+    with pytest.raises(ValueError, match=r"^model\.compile=true: ") if is_refused else nullcontext():
+        assert isinstance(compile_model(nn.Linear(2, 2), True, CUDA), nn.Module)

@@ -34,6 +34,14 @@ def test_dockerfile_installs_requirements_lock_with_hashes_in_one_stage() -> Non
     assert "--require-hashes -r requirements.lock" in stages()["packages"]
 
 
+def test_dockerfile_has_the_c_compiler_that_torch_compile_calls_on_a_gpu() -> None:
+    [installed] = re.findall(
+        r"(?m)^RUN apt-get update && apt-get install (.*?) && rm -rf /var/lib/apt/lists", DOCKERFILE
+    )
+    assert {"gcc", "libc6-dev"} <= set(installed.split())
+    assert installed in stages()["packages"]
+
+
 def test_dockerfile_runs_as_non_root_user_without_ssh_server() -> None:
     for name in ("train", "jupyter"):
         assert re.search(r"(?m)^USER 1000$", stages()[name]), name

@@ -288,6 +288,34 @@ def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     assert reason in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hip: Optional[str] = '6.4.43482'", "ROCm 6.4.43482"),
+        ("hip = None\nxpu: Optional[str] = '20250301'", "XPU 20250301"),
+    ],
+)
+def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
+    text: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\n{text}\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
+    for function in (hardware.other_gpus, hardware.torch_cuda):
+        function.cache_clear()
+    try:
+        assert (hardware.other_gpus(), hardware.torch_cuda()) == (kind, None)
+    finally:
+        monkeypatch.undo()
+        for function in (hardware.other_gpus, hardware.torch_cuda):
+            function.cache_clear()
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "other_gpus", lambda: kind)
+    [line] = notices(composed(), resolve(composed()))
+    assert line.startswith("parallel.accelerator=auto: ") and kind in line
+    assert notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu"))) == []
+
+
 def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parallel import comm
 
 from src.engine.faults.failure import failure_record
+from src.engine.machine import hardware
+from src.engine.machine.nvidia import Driver
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.group import ProcessGroup
 from src.engine.runtime import segments
@@ -109,6 +111,22 @@ def on_gpus(**keys: Any) -> Any:
     """Build the dp strategy on simulated GPUs."""
     keys = {"strategy": "dp", "accelerator": "cuda", "threads_per_device": 1, "backend": "nccl", **keys}
     return build_strategy(ParallelConfig(**keys), Ranks(), None)
+
+
+def test_strategy_without_usable_cuda_gives_the_reason_of_the_driver_or_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init() -> None:
+        raise RuntimeError("torch's reason")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    for problem in ("the driver's reason", None):
+        driver = Driver(problem=problem)
+        monkeypatch.setattr(hardware, "cuda", lambda driver=driver: driver)
+        with pytest.raises(RuntimeError) as failure:
+            on_gpus(devices=1)
+        assert (problem or "torch's reason") in str(failure.value)
 
 
 def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

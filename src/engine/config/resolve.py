@@ -61,6 +61,11 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
     problem = hardware.cuda().problem
     if problem is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
         lines.append(f"parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: {problem}")
+    others = hardware.other_gpus()
+    if others is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
+        lines.append(
+            f"parallel.accelerator=auto: the CPU; this torch is built for {others}, whose GPUs are neither used nor tested"
+        )
     cores = hardware.cores()
     if parallel.accelerator == "cpu" and world_size is None and parallel.devices > cores:
         fix = f"use parallel.devices={cores} or fewer"

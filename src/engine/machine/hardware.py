@@ -80,6 +80,15 @@ def torch_cuda() -> str | None:
     return _search_torch("version.py", r"^cuda\b[^=]*= '([^']*)'")
 
 
+@cache
+def other_gpus() -> str | None:
+    """Return the kind of GPUs that torch is built for if they are not NVIDIA's: `ROCm 6.4` or `XPU 20250301`; None if they are."""
+    for name, variable in (("ROCm", "hip"), ("XPU", "xpu")):
+        if version := _search_torch("version.py", rf"^{variable}\b[^=]*= '([^']*)'"):
+            return f"{name} {version}"
+    return None
+
+
 def _search_torch(file: str, pattern: str) -> str | None:
     """Return group 1 of the first match of `pattern` in a file of the torch package, without importing torch."""
     spec = importlib.util.find_spec("torch")

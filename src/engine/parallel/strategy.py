@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from src.engine.machine import hardware
 from src.engine.machine.process import keep_freed_memory
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.communication import Communication
@@ -55,10 +56,7 @@ class Strategy:
             keep_freed_memory()
             watch_openmp_oversubscription(config.threads_per_device)
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(
-                f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU. The driver is probably older "
-                f"than CUDA {torch.version.cuda} needs: update it, install a torch built for it, or set parallel.accelerator=cpu"
-            )
+            raise RuntimeError(f"torch {torch.__version__} can use no CUDA device: {_why_no_cuda()}")
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]
         if self.device.type == "cuda":
@@ -116,3 +114,15 @@ class Strategy:
     def close(self) -> None:
         """Leave the process group."""
         self.group.close()
+
+
+def _why_no_cuda() -> str:
+    """Return why this process can use no CUDA device, from the driver or, if it has no objection, from torch."""
+    if (problem := hardware.cuda().problem) is not None:
+        return problem
+    try:
+        torch.cuda.init()
+    # An AssertionError from a build without CUDA.
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())
+    return "none is visible"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 from typing import Any
 from urllib.parse import urlparse
@@ -30,8 +32,8 @@ def skip_unreachable_hub() -> None:
 def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
     """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is compiled in the first step.
 
-    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError on a CPU without a C++
-    compiler, because that step would fail with a long traceback.
+    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError without the compiler that
+    torch (on a CPU) or Triton (on a GPU) calls, because that step would fail with a long traceback.
     """
     if not mode:
         return model
@@ -44,6 +46,13 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
             raise ValueError(
                 f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); install g++, or set it to false"
             ) from None
+    # As Triton looks for it.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
+        raise ValueError(
+            f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton ({' or '.join(compilers)}); install gcc "
+            "and libc6-dev, or set it to false"
+        )
     compiled: Any = torch.compile(model, mode=None if mode is True else mode)
     assert isinstance(compiled, nn.Module)
     return compiled
