@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Train, resolved, run_warm
+from torch.utils._pytree import tree_leaves
 
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
@@ -58,6 +59,8 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
     done = train(*overrides, environment=WITHOUT_TF32)
     assert done.returncode == 0, done.output
     assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
+    contents = torch.load(done.folder / "checkpoints" / "last.pt", weights_only=True)
+    assert {leaf.device.type for leaf in tree_leaves(contents) if isinstance(leaf, torch.Tensor)} == {"cpu"}
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
 
 

@@ -17,13 +17,14 @@ from conftest import evaluate_batches, resolved
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.parallel import comm
+from torch.utils._pytree import tree_leaves
 
 from src.engine.faults.failure import failure_record
 from src.engine.machine import hardware
 from src.engine.machine.nvidia import Driver
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.group import ProcessGroup
-from src.engine.runtime import segments
+from src.engine.runtime import checkpoint, segments
 from src.engine.runtime.determinism import seed_step, use_deterministic_algorithms
 from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.meter import Meter
@@ -266,6 +267,31 @@ def test_resume_loads_checkpoint_into_cpu_memory(tmp_path: Path, monkeypatch: py
     training.resume()
     tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
     assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+
+    def write(contents: dict[str, Any], path: Path) -> None:
+        saved.append(contents)
+        path.touch()
+
+    monkeypatch.setattr(torch, "save", write)
+    tied, here = torch.zeros(4, device="cuda"), torch.zeros(2, device="cpu")
+    contents = {
+        "model": {"in": tied, "out": tied.detach(), "part": tied[:2]},
+        "optimizer": {"state": {"in": {"step": torch.zeros((), device="cuda:1"), "mean": here}}},
+        "buffers_by_rank": {"model": torch.zeros(2, 3, device="cuda")},
+        **{"scaler": None, "classes": ["a"], "made_by": {}},
+        "progress": {"step": 1, "epoch": 0, "best_values": {}},
+    }
+    checkpoint.save(tmp_path, contents, 1, keep=1, is_best=False)
+    leaves = [leaf for leaf in tree_leaves(saved[0]) if isinstance(leaf, Tensor)]
+    assert {tensor.device.type for tensor in leaves} == {"cpu"}
+    assert saved[0]["model"]["in"] is saved[0]["model"]["out"]
+    assert saved[0]["model"]["part"].shape == (2,)
+    assert saved[0]["optimizer"]["state"]["in"]["mean"] is here, "expected no copy of what is in CPU memory"
 
 
 @pytest.fixture

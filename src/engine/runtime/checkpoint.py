@@ -42,10 +42,11 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     With `top` > 1, also link `best_step_N.pt` to it if its evaluation is one of the `top` best of the run. Return last.pt.
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
+    whole = {"format": FORMAT, **_on_cpu(contents)}
     try:
-        write_whole(newest, lambda temporary: torch.save({"format": FORMAT, **contents}, temporary))
         # Not the parents: the run folder may have been deleted.
         folder.mkdir(exist_ok=True)
+        write_whole(newest, lambda temporary: torch.save(whole, temporary))
         summary = _summary(contents)
         sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
@@ -193,6 +194,23 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
     if not strategy.shards:
         return whole
     return whole.cpu() if strategy.is_first else torch.empty(0)
+
+
+def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors of a device to CPU memory: a file with CUDA tensors cannot be loaded without a GPU, as its reader would expect.
+
+    Tensors that share memory (tied weights) are copied once, and tensors in CPU memory not at all.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if memory not in copies:
+            copies[memory] = tensor.cpu()
+        return copies[memory]
+
+    moved: dict[str, Any] = tree_map_only(Tensor, copy, contents)
+    return moved
 
 
 def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
