@@ -47,6 +47,10 @@ class NotFiniteError(RuntimeError):
         self.step = step
 
 
+class ConnectError(RuntimeError):
+    """Error of a process group that never connected, so that no other rank can have closed the connection."""
+
+
 class UnreadableImageError(ValueError):
     """Error for a sample that cannot be read. With data.on_error=skip, training skips samples that raise this error."""
 

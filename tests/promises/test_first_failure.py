@@ -12,23 +12,26 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from conftest import resolved
 
+from src.engine.errors import ConnectError
 from src.engine.faults import watchdog
-from src.engine.faults.failure import RankExits, failure_record, record_of
+from src.engine.faults.failure import RankExits, failure_record, first_failure, record_of, write_failure
 from src.engine.faults.heartbeat import Heartbeat, Heartbeats, publish_failure, published_failures
 from src.engine.launch import job, node, nodes, supervisor, torchrun
 from src.engine.launch.job import conclude, prepare, record_end
 from src.engine.machine.ranks import NodeAddress, Ranks
 from src.engine.machine.signals import heeded_signals, signal_handlers
+from src.engine.parallel.group import TorchProcessGroup
 from src.engine.record.result import read_result
 
 
-def recorded(error: Exception, folder: Path) -> dict[str, Any]:
+def recorded(error: Exception, folder: Path, config: Any = None) -> dict[str, Any]:
     try:
         raise error
     except Exception as caught:
-        return failure_record(caught, resolved("parallel=single"), Ranks(), folder / "log")
+        return failure_record(caught, config or resolved("parallel=single"), Ranks(), folder / "log")
 
 
 def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
@@ -47,6 +50,60 @@ def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -
     record = recorded(kind("NCCL error: Cuda failure 2 'out of memory'"), tmp_path)
     assert (record["status"], record["is_echo"]) == ("out_of_memory", False)
     assert recorded(kind("NCCL error: remote process exited"), tmp_path)["is_echo"]
+
+
+IN_REPLICA = (
+    "Caught OutOfMemoryError in replica 1 on device 2.\nOriginal Traceback (most recent call last):\n  File x\n"
+)
+OF_ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "device"),
+    [
+        (torch.OutOfMemoryError(OF_ALLOCATOR), "cuda:3"),
+        (torch.OutOfMemoryError(f"{IN_REPLICA}torch.OutOfMemoryError: out of memory"), "cuda:2"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "cuda:5"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cuda:5"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "cpu"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "cpu"),
+        (MemoryError(), "cpu"),
+    ],
+)
+def test_out_of_memory_record_names_the_device_that_is_full(
+    error: Exception, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device is that of the strategy, which has read parallel.device_ids."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    config = resolved("parallel=single")
+    config.parallel.accelerator = "cuda"
+    record = recorded(error, tmp_path, config)
+    assert record["status"] == "out_of_memory"
+    assert f" on {device} with " in record["reason"]
+
+
+@pytest.mark.parametrize("failing", ["init_process_group", "barrier"])
+def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first failure."""
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise torch.distributed.DistBackendError("unhandled system error")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **named: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, failing, fail)
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    with pytest.raises(ConnectError) as failure:
+        TorchProcessGroup(config.parallel, Ranks(0, 2, 0, 2), torch.distributed.HashStore(), torch.device("cpu"))
+    record = recorded(failure.value, tmp_path)
+    assert "exited" not in record["reason"] and "unhandled system error" in record["reason"]
+    (tmp_path / "logs").mkdir()
+    write_failure(tmp_path, record)
+    assert first_failure(tmp_path, RankExits(exit_codes={0: 1}))["rank"] == 0
+    assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
 
 
 def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers(

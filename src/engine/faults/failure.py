@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from src.engine.errors import NotFiniteError, RefusedError, UnreadableImageError
+from src.engine.errors import ConnectError, NotFiniteError, RefusedError, UnreadableImageError
 from src.engine.faults.run_folder import GONE
 from src.engine.machine.files import write_json
 from src.engine.machine.platform import KILL
@@ -32,7 +32,11 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"  # from torc
 LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
 # gloo raises RuntimeError; its messages name a source file of gloo or the operation.
 GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")
-NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "bad_alloc", "cannot allocate memory")
+# Of torch, the C++ library, the kernel, cuBLAS and cuDNN. The former name memory of the machine, the latter of a device.
+NO_HOST_MEMORY = ("can't allocate memory", "bad_alloc", "cannot allocate memory", "host_allocation_failed")
+NO_DEVICE_MEMORY = ("out of memory", "alloc_failed", "device_allocation_failed")
+# From torch's messages: of its allocator, and of a replica of DataParallel.
+FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on device (\d+)")
 
 
 @dataclass
@@ -80,13 +84,17 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folde
         record |= {"status": "refused", "reason": text, "exit_code": 2}
     elif isinstance(error, NotFiniteError):
         record |= {"status": "not_finite", "reason": text}
-    elif kind in ("OutOfMemoryError", "MemoryError") or any(phrase in text.lower() for phrase in NO_MEMORY):
-        reason = _out_of_memory(text, config, ranks)
+    elif (device := _full_device(error, text, config.parallel.accelerator)) is not None:
+        reason = _out_of_memory(text, device, config, ranks)
         record |= {"status": "out_of_memory", "reason": reason, "shows_traceback": False}
     elif NOT_DETERMINISTIC in text:
         record["reason"] += "; set train.deterministic=false, or use another model"
     elif "DataLoader worker" in text:
         record["reason"] += "; the kernel may have killed a loader worker for lack of memory; lower data.workers"
+    elif isinstance(error, ConnectError):
+        # As an echo, because a rank that was killed meanwhile is the cause.
+        reason = f"{ranks.name} could not connect to the other ranks: {text}"
+        record |= {"is_echo": True, "reason": reason}
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
         reason = f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
         record |= {"is_echo": True, "reason": reason}
@@ -193,9 +201,25 @@ def _one_line(error: Exception) -> str:
     return " ".join(lines)[:500]
 
 
-def _out_of_memory(text: str, config: ResolvedConfig, ranks: Ranks) -> str:
+def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
+    """Return the device that is out of memory, for example `cuda:1`; None if the error, with this `text`, is another one."""
+    kind, text = type(error).__name__, text.lower()
+    if kind == "MemoryError" or any(phrase in text for phrase in NO_HOST_MEMORY):
+        return "cpu"
+    if kind != "OutOfMemoryError" and not any(phrase in text for phrase in NO_DEVICE_MEMORY):
+        return None
+    if accelerator != "cuda":
+        return accelerator
+    if (named := FULL_DEVICE.search(str(error))) is not None:
+        return f"cuda:{named[1] or named[2]}"
+    import torch
+
+    # The strategy has set it.
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else accelerator
+
+
+def _out_of_memory(text: str, device: str, config: ResolvedConfig, ranks: Ranks) -> str:
     batch, parallel, accumulate = config.global_batch, config.parallel, config.train.accumulate
-    device = f"cuda:{ranks.local_rank}" if parallel.accelerator == "cuda" else parallel.accelerator
     return (
         f"{ranks.name}: out of memory on {device} with {batch // parallel.devices} images per device: {text[:300]}; "
         f"try data.batch_size={max(parallel.devices, batch // 2)} train.accumulate={accumulate * 2} (the same training), "

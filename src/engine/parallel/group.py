@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from src.engine.errors import ConnectError
 from src.engine.faults.stop import StopCoordinator
 from src.engine.machine.ranks import Ranks
 from src.schema import ResolvedParallel
@@ -77,15 +78,20 @@ class TorchProcessGroup(ProcessGroup):
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store, device: torch.device) -> None:
         super().__init__(ranks)
         self.backend = config.backend
-        dist.init_process_group(
-            config.backend,
-            store=dist.PrefixStore("process_group", store),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            # Longer than the watchdog waits, because the watchdog names the rank that failed.
-            timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
-            device_id=device if config.backend == "nccl" else None,
-        )
+        try:
+            dist.init_process_group(
+                config.backend,
+                store=dist.PrefixStore("process_group", store),
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                # Longer than the watchdog waits, because the watchdog names the rank that failed.
+                timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
+                device_id=device if config.backend == "nccl" else None,
+            )
+            # NCCL makes its connections in the first collective.
+            self.barrier()
+        except RuntimeError as error:
+            raise ConnectError(f"{type(error).__name__}: {error}") from error
         # NCCL sends from the device only.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
         # A separate client of the store, because waiting on a client blocks its other users.
