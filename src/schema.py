@@ -296,6 +296,7 @@ class ParallelConfig:
     broadcast_buffers: bool | None = key(None, only="ddp", help="Send rank 0's buffers to all ranks in every step.")
     find_unused_parameters: bool | None = key(None, only="ddp", help="Let DDP look for parameters without a gradient.")
     gradient_as_bucket_view: bool | None = key(None, only="ddp", help="Keep gradients in DDP's buckets to save a copy.")
+    batched_grad_copy: bool | None = key(None, only="ddp", help="Copy gradients to a bucket in one go (torch >= 2.14).")
     static_graph: bool | None = key(None, only="ddp", help="Promise DDP that the graph is the same in every step.")
     comm_hook: str | None = choice(None, "bf16", "fp16", only="ddp", help="Send gradients in 16 bits; null: unchanged.")
     dist_bn: str | None = choice(

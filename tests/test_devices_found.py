@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import math
 import shutil
 import subprocess
@@ -43,6 +44,17 @@ def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_fo
         resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
     assert all(name in str(refusal.value) for name in named), refusal.value
     assert not (tmp_path / "run").exists()
+
+
+def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    has_it = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
+    assert (hardware.ddp_has("batched_grad_copy"), hardware.ddp_has("no_such_option")) == (has_it, False)
+    monkeypatch.setattr(hardware, "ddp_has", lambda option: False)
+    assert resolved("parallel=ddp").parallel.batched_grad_copy is None
+    with pytest.raises(ValueError, match=r"^parallel\.batched_grad_copy=true: "):
+        resolved("parallel=ddp", "parallel.batched_grad_copy=true")
 
 
 def test_compile_accepts_one_megabyte_ddp_buckets() -> None:

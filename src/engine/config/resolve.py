@@ -14,6 +14,7 @@ from src.engine.keys import TRACKERS
 from src.engine.machine import hardware
 from src.engine.machine.platform import WINDOWS
 from src.engine.machine.ranks import starter
+from src.engine.machine.text import yaml_text
 from src.schema import Config, DataConfig, ResolvedConfig, as_resolved
 
 
@@ -120,6 +121,9 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             yield f"tracker={name}: the package {name} is not installed; pip install -r requirements-trackers.txt"
     if parallel.backend == "mpi" and not hardware.has_mpi():
         yield "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo"
+    if parallel.batched_grad_copy is not None and not hardware.ddp_has("batched_grad_copy"):
+        value = yaml_text(parallel.batched_grad_copy)
+        yield f"parallel.batched_grad_copy={value}: DistributedDataParallel of this torch lacks it; use torch >= 2.14, or null"
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"

@@ -89,6 +89,12 @@ def other_gpus() -> str | None:
     return None
 
 
+@cache
+def ddp_has(option: str) -> bool:
+    """Return True if torch's DistributedDataParallel has this option, read from its source."""
+    return _search_torch("nn/parallel/distributed.py", rf"^ +({option})=") is not None
+
+
 def _search_torch(file: str, pattern: str) -> str | None:
     """Return group 1 of the first match of `pattern` in a file of the torch package, without importing torch."""
     spec = importlib.util.find_spec("torch")
