@@ -220,7 +220,9 @@ class DataConfig:
     std: list[float] | None = key(None, help="Standard deviation per channel of images in 0..1; see mean.")
     crop_pct: float | None = number(None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's.")
     interpolation: str | None = choice(None, "bilinear", "bicubic", help="For evaluation images; null: the model's.")
-    workers: int | str = number("auto", ge=0, help="Loader processes per rank; auto: cores / ranks, in memory 0.")
+    workers: int | str = number(
+        "auto", ge=0, help="Loader processes per rank; auto: cores / ranks; mostly 0 in memory."
+    )
     on_error: str = choice("raise", "raise", "skip", help="An unreadable image ends the run (raise), or is left out.")
     balance: float = number(
         0.0, ge=0, le=1, help="1: draw all classes equally often, with replacement; 0: as they are."

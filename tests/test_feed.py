@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ from conftest import plain
 from torch import Tensor
 
 from src.data.datasets import InMemory
-from src.engine.data.loader import BatchFetcher, TrainLoader
+from src.engine.data.loader import BatchFetcher, TrainLoader, num_workers
 from src.engine.data.prefetch import BatchMemory, DevicePrefetcher
 from src.engine.data.samplers import TrainSampler
+from src.engine.machine import hardware
+from src.schema import DataConfig
 
 
 def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
@@ -82,17 +85,24 @@ def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> No
     assert received.is_contiguous(memory_format=expected)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_prefetcher_copies_one_batch_ahead_on_gpu(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late batch would otherwise delay a step whose images are on the device."""
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    monkeypatch.setattr(prefetcher, "_copies", object())  # instead of a CUDA stream
-    sent: list[int] = []
-    monkeypatch.setattr(prefetcher, "_send", lambda batch: (sent.append(batch), batch)[1])
-    monkeypatch.setattr(prefetcher, "_receive", lambda batch: batch)
-    batches: Any = iter(range(count))
-    for number, batch in enumerate(prefetcher.stream(batches)):
-        assert batch == number and sent == list(range(min(number + 2, count))), "expected one batch ahead"
-    assert len(sent) == count, "expected every batch"
+    split = InMemory(torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64))
+    loader = TrainLoader(BatchFetcher(split, 1, None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0)
+    sent: list[weakref.ref[Tensor]] = []
+    to_device = prefetcher.send
+
+    def send(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        copies = to_device(tuple(tensor.clone() for tensor in batch))
+        sent.append(weakref.ref(copies[0]))
+        return copies
+
+    monkeypatch.setattr(prefetcher, "send", send)
+    for number, _ in enumerate(loader.epoch(0)):
+        assert len(sent) == number + 1, "expected that the next batch waits"
+        assert sent[-1]() is None, "expected the memory of the bytes to be free"
+    assert len(sent) == 5
 
 
 def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +143,18 @@ def test_loader_workers_do_not_pin_memory() -> None:
         assert loader.fetcher.pin_memory == (workers == 0)
 
 
+def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_of_each_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    gathers, each = BatchFetcher(split, 1, None, 0), BatchFetcher(split, 1, lambda image: image, 0)
+    workers = [num_workers(DataConfig(), fetcher, device, 2) for fetcher in (gathers, each) for device in (cpu, cuda)]
+    assert workers == [0, 0, 0, 4]
+    assert num_workers(DataConfig(workers="0"), each, cuda, 2) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("pinned", [False, True])
@@ -143,11 +165,15 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     batches = [(image.pin_memory() if pinned else image, torch.zeros(256)) for image in (images, images + 1) * 4]
     weights = torch.randn(8192, 8192, device=device)
     with torch.profiler.profile() as profile:
-        for number, (received, _) in enumerate(prefetcher.stream(iter(batches))):
+        received = []
+        for images, _ in map(prefetcher, batches):
             for _ in range(4):
                 weights = (weights @ weights).clamp_(-1, 1)
-            assert torch.equal(received, batches[number][0].to(device).float())  # waits, while the next copy runs
+            # Not compared yet: that would wait.
+            received.append(images)
         torch.cuda.synchronize()
+    for (sent, _), images in zip(batches, received, strict=True):
+        torch.testing.assert_close(images, sent.to(device).float())
     ours = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = [event.time_range for event in ours if "Memcpy HtoD" in event.name]
     kernels = [event.time_range for event in ours if not event.name.startswith("Mem")]

@@ -12,7 +12,7 @@ from torch import nn
 
 from src.engine.config.suggest import timm_optimizers
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
-from src.train.optim import build_optimizer, build_schedule
+from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 
 HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
     *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
@@ -75,6 +75,12 @@ def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given
     config.sched_kwargs = {"stable_timescale": 2}
     assert list(config.problems(Config())) == []
     build_schedule(config, TrainConfig(), optimizer, 10)
+
+
+@pytest.mark.parametrize(("opt", "waits"), [("adamw", False), ("sgd", False), ("lamb", True)])
+def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(opt: str, waits: bool) -> None:
+    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+    assert waits_for_scaler(optimizer) == waits
 
 
 def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:

@@ -136,10 +136,11 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     images_of: dict[int, Tensor] = {}
     for rank in range(world):
-        fetcher = BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), seed)
+        transform, erasing = train_transform(EVERYTHING, 16, resize=False), Erasing(EVERYTHING)
+        fetcher = BatchFetcher(split, 10, transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-        loader = TrainLoader(fetcher, sampler, prefetcher, num_workers, Erasing(EVERYTHING, torch.device("cpu")))
+        loader = TrainLoader(fetcher, sampler, prefetcher, num_workers)
         for indices, (images, labels) in zip(_indices(sampler, epoch), loader.epoch(epoch), strict=True):
             assert torch.equal(labels, split.labels[indices])
             images_of.update(zip(indices, images, strict=True))
@@ -193,11 +194,11 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
     for world, epoch in ((1, 0), (3, 0), (1, 1)):
         images: dict[int, Tensor] = {}
         for rank in range(world):
-            fetcher = BatchFetcher(split, 10, None, 7, substitutes=12)
+            erasing = Erasing(AugmentConfig(reprob=1.0))
+            fetcher = BatchFetcher(split, 10, None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-            finish = Erasing(AugmentConfig(reprob=1.0), torch.device("cpu"))
-            batches = TrainLoader(fetcher, sampler, prefetcher, num_workers, finish).epoch(epoch)
+            batches = TrainLoader(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
             for indices, (batch, _) in zip(_indices(sampler, epoch), batches, strict=True):
                 images.update(zip(indices, batch, strict=True))
         erased.append(images)

@@ -42,6 +42,19 @@ BUSY = (
     "train.smoothing=0.1",
 )
 
+# Every option with random numbers for each image.
+DRAWN = (
+    "data.augment.crop_padding=4",
+    "data.augment.hflip=0.5",
+    "data.augment.reprob=0.5",
+    "data.augment.recount=2",
+    "data.augment.mixup=0.8",
+    "data.augment.cutmix=1.0",
+    "data.augment.mixup_mode=elem",
+    "optim.clip_grad=0.01",
+    "optim.clip_mode=agc",
+)
+
 
 class ValueReads(TorchDispatchMode):
     """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the host."""
@@ -80,7 +93,9 @@ def count_reads(steps: int, *overrides: str) -> int:
     return reads.count
 
 
-@pytest.mark.parametrize("overrides", [(), BUSY, ("train.precision=bf16",)], ids=["plain", "busy", "bf16"])
+@pytest.mark.parametrize(
+    "overrides", [(), BUSY, DRAWN, ("train.precision=bf16",)], ids=["plain", "busy", "drawn", "bf16"]
+)
 def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(overrides: tuple[str, ...]) -> None:
     few, many = count_reads(5, *overrides), count_reads(25, *overrides)
     assert 1 <= few <= 10, "the sync step fetches its losses"
@@ -256,10 +271,22 @@ ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
-def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(accelerator: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*BUSY, "train.precision=bf16"),
+        (*DRAWN, "train.precision=fp16"),
+        ("data.augment.reprob=0.5", "data.augment.remode=const", "optim.clip_grad=1.0", "optim.clip_mode=value"),
+        ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
+    ],
+    ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
+)
+def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
+    options: tuple[str, ...], accelerator: str
+) -> None:
     """On a CPU a step cannot synchronize, so the test only checks that the steps run."""
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
-    config = resolved(*on, *BUSY, "train.precision=bf16", "data=synthetic")
+    config = resolved(*on, *options, "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = RunParts(config, strategy)
 

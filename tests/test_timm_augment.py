@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import resolved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, Mixup
 from timm.data.random_erasing import RandomErasing
@@ -18,21 +20,26 @@ from timm.loss import BinaryCrossEntropy
 from timm.models import model_parameters
 from timm.scheduler import create_scheduler_v2
 from timm.utils import dispatch_clip_grad
+from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
 from src.data.erasing import Erasing
-from src.data.transforms import train_transform
+from src.data.transforms import CropAndFlip, batch_step, train_transform
+from src.engine.data.dataset import InMemory
 from src.engine.data.samplers import seed_draws
-from src.engine.data.seeds import seed_for
+from src.engine.data.seeds import seed_for, seeds_for
+from src.engine.machine.ranks import Ranks
+from src.parallel import build_strategy
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
+from src.train.build import RunParts
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.mixing import Mixing
-from src.train.optim import build_schedule
+from src.train.optim import build_schedule, clip_adaptively
 
 SIZE = 48
-CPU = torch.device("cpu")
 
 
 def picture(size: tuple[int, int] = (SIZE, SIZE)) -> Tensor:
@@ -132,7 +139,11 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count: int) -> None:
-    erase = Erasing(AugmentConfig(reprob=0.6, remode=mode, recount=count), CPU)
+    step = Erasing(AugmentConfig(reprob=0.6, remode=mode, recount=count))
+
+    def erase(batch: Tensor, seeds: list[int]) -> Tensor:
+        return step(batch, *step.draw(seeds, batch.shape))
+
     theirs = RandomErasing(0.6, mode=mode, max_count=count, device="cpu")
     images = torch.linspace(5, 6, 64 * 3 * 32 * 32).view(64, 3, 32, 32)
     seeds = [seed_for(0, 0, index, 1) for index in range(64)]
@@ -159,20 +170,170 @@ def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_random_erasing_on_a_gpu_does_not_synchronize_and_depends_only_on_the_seed() -> None:
+def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> None:
     device = torch.device("cuda", 0)
-    erase = Erasing(AugmentConfig(reprob=0.9, recount=2), device)
-    images, seeds = torch.zeros(16, 3, 64, 64, device=device), list(range(16))
-    first = erase(images.clone(), seeds)
-    generator = torch.cuda.get_rng_state(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        second = erase(images.clone(), seeds)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(torch.cuda.get_rng_state(device), generator)
-    assert torch.equal(first, second) and first.any()
-    assert torch.equal(erase(images[:4].clone(), seeds[:4]), first[:4])
+    erasing, crop = Erasing(AugmentConfig(reprob=0.9, recount=2)), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
+    pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
+    for step, images in ((crop, pixels), (erasing, pixels.float())):
+        draws, copies = step.draw(seeds, images.shape), images.to(device)
+        sent = [draw.to(device) for draw in draws]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = step(copies, *sent)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found.cpu(), step(images.clone(), *draws))
+
+
+@given(
+    batch=st.integers(1, 6),
+    channels=st.integers(1, 4),
+    size=st.integers(1, 12),
+    padding=st.integers(0, 5),
+    chances=st.tuples(*[st.sampled_from((0.0, 0.3, 1.0))] * 2),
+    base=st.integers(0, 2**40),
+)
+@settings(deadline=None)
+def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
+    batch: int, channels: int, size: int, padding: int, chances: tuple[float, float], base: int
+) -> None:
+    config = AugmentConfig(crop_padding=padding, hflip=chances[0], vflip=chances[1])
+    each = train_transform(config, size, resize=False)
+    images = torch.randint(0, 256, (batch, channels, size, size), dtype=torch.uint8)
+    step = batch_step(config, InMemory(images, torch.zeros(batch)), size)
+    assert (step is None) == (each is None)
+    if step is None or each is None:
+        return
+    indices = np.arange(base, base + batch)
+    before = torch.get_rng_state()
+    found = step(images, *step.draw(seeds_for(3, 5, indices), images.shape))
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = []
+    for index, image in zip(indices.tolist(), images, strict=True):
+        seed_draws(3, 5, index)
+        expected.append(each(image))
+    assert torch.equal(found, torch.stack(expected))
+    # The last image alone: its draws do not depend on the rest of the batch.
+    alone = step(images[-1:], *step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape))
+    assert torch.equal(alone, found[-1:])
+
+
+def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also for copies of images, in a later epoch, from the middle on."""
+    augment = ("data.augment.crop_padding=3", "data.augment.hflip=0.5", "data.augment.vflip=0.2")
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *augment, "data.augment.aug_repeats=2")
+    seen = []
+    for batched in (True, False):
+        if not batched:
+            monkeypatch.setattr("src.train.build.batch_step", lambda *_: None)
+        run = RunParts(config, build_strategy(config.parallel, Ranks(), None))
+        assert run.train.fetcher.gathers == batched
+        seen.append([images for images, _ in run.train.epoch(1, first_batch=2)])
+    assert len(seen[0]) == 4
+    assert all(torch.equal(own, other) for own, other in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "side"),
+    [({"color_jitter": 0.4}, 16), ({"scale": [0.5, 1.0], "crop_padding": 0}, 16), ({"aa": "rand-m9"}, 16), ({}, 17)],
+)
+def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(changed: Any, side: int) -> None:
+    split = InMemory(torch.zeros(2, 3, side, side, dtype=torch.uint8), torch.zeros(2))
+    options = {"crop_padding": 2, "hflip": 0.5}
+    assert batch_step(AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), 16) is not None
+    assert batch_step(AugmentConfig(**(options | changed)), split, 16) is None
+
+
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(2, 20), st.integers(2, 20)),
+    mode=st.sampled_from(("const", "rand", "pixel")),
+    chance=st.sampled_from((0.3, 1.0)),
+    count=st.integers(1, 4),
+    memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
+    base=st.integers(0, 2**40),
+)
+@settings(deadline=None)
+def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
+    shape: tuple[int, ...], mode: str, chance: float, count: int, memory_format: torch.memory_format, base: int
+) -> None:
+    """Boxes of one image overlap, and the later one covers the earlier one."""
+    step = Erasing(AugmentConfig(reprob=chance, remode=mode, recount=count))
+    theirs = RandomErasing(chance, mode=mode, max_count=count, device="cpu")
+    images = torch.full(shape, 5.0).contiguous(memory_format=memory_format)
+    seeds = seeds_for(0, 0, np.arange(base, base + shape[0]), 1)
+    assert seeds == [seed_for(0, 0, index, 1) for index in range(base, base + shape[0])]
+    draws = step.draw(seeds, images.shape)
+    assert len(draws[0].unique()) == len(draws[0]), "a GPU may write twice to a pixel in any order"
+    found = step(images.clone(), *draws)
+    for seed, image, erased in zip(seeds, images, found, strict=True):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        assert torch.equal(erased, theirs(image.clone()))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each of which is at least one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(step: Any, *inputs: Any) -> int:
+    with Operations() as operations:
+        step(*inputs)
+    return operations.count
+
+
+@pytest.mark.parametrize("name", ["crop", "erase const", "erase pixel", "mixup elem", "mixup pair"])
+def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str) -> None:
+    counts = set()
+    for size in (8, 64):
+        images = torch.randint(0, 256, (size, 3, 16, 16), dtype=torch.uint8)
+        kind, _, mode = name.partition(" ")
+        if kind == "mixup":
+            mixing = Mixing(AugmentConfig(mixup=0.8, cutmix=1.0, mixup_mode=mode), 0.1, 5, seed=0, rank=0)
+            counts.add(count_operations(mixing, images.float(), torch.zeros(size, dtype=torch.int64), 0))
+            continue
+        erasing = kind == "erase"
+        step = (
+            Erasing(AugmentConfig(reprob=1.0, remode=mode)) if erasing else CropAndFlip(AugmentConfig(crop_padding=2))
+        )
+        draws = step.draw(list(range(size)), images.shape)
+        counts.add(count_operations(step, images.float() if erasing else images, *draws))
+    assert len(counts) == 1 and counts.pop() < 40
+
+
+def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> None:
+    counts = []
+    for depth in (2, 12):
+        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
+        layers(torch.ones(1, 4)).sum().backward()
+        counts.append(count_operations(clip_adaptively, list(layers.parameters()), 0.01))
+    # Of weight and bias: two norms each, of which detach() is no kernel.
+    assert counts[1] - counts[0] <= 10 * 2 * 4
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=3, max_size=3), st.floats(2e-3, 1.0))
+@settings(deadline=None)
+def test_adaptive_clipping_equals_that_of_timm_to_rounding(scales: list[float], factor: float) -> None:
+    ours = [
+        nn.Parameter(torch.randn(shape) * scale) for shape, scale in zip(((4, 3, 2), (5,), ()), scales, strict=True)
+    ]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    for own, other, scale in zip(ours, theirs, reversed(scales), strict=True):
+        own.grad = torch.randn_like(own) * scale
+        other.grad = own.grad.clone()
+    clip_adaptively(ours, factor)
+    adaptive_clip_grad(theirs, factor)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-6, atol=0)
 
 
 MIXUPS: dict[str, dict[str, Any]] = {
@@ -183,6 +344,7 @@ MIXUPS: dict[str, dict[str, Any]] = {
     "switch_prob": {"mixup": 0.8, "cutmix": 1.0, "mixup_switch_prob": 0.9},
     "pair": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "pair", "mixup_prob": 0.7},
     "elem": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "elem", "mixup_prob": 0.7},
+    "elem_minmax": {"cutmix_minmax": [0.2, 0.8], "mixup_mode": "elem", "mixup_prob": 0.7},
 }
 
 
@@ -201,7 +363,7 @@ def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
     )
     mixing = Mixing(augment, 0.1, 5, seed=3, rank=1)
     for batch in range(12):
-        images, labels = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
+        images, labels = torch.randn(8, 3, 16, 20), torch.randint(0, 5, (8,))
         np.random.seed(seed_for(3, batch, 1) & 0xFFFFFFFF)
         expected = theirs(images.clone(), labels)
         found = mixing(images.clone(), labels, epoch=0)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from src.data.datasets import build_dataset
+from src.data.transforms import train_transform
 from src.engine.data import tar_index as tars
 from src.engine.data.dataset import train_labels
 from src.engine.data.loader import BatchFetcher
@@ -29,7 +30,7 @@ from src.engine.errors import UnreadableImageError
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import Config, TrainConfig, as_resolved
-from src.train.build import EvaluationParts
+from src.train.build import EvaluationParts, RunParts
 from src.train.losses import class_weights
 
 CLASSES = ("cat", "dog")
@@ -213,6 +214,28 @@ def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> 
     assert (images.in_chans, len(images.class_names), len(images.train)) == (1, 10, 24)
     image, label = images.train[7]
     assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == ((1, 28, 28), torch.uint8, 7, 7)
+
+
+def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_path: Path) -> None:
+    write_mnist(tmp_path, 24)
+    augment = ("data.augment.crop_padding=2", "data.augment.hflip=0.5", "data.limit_train=20", "data.crop_pct=1.0")
+    batches = []
+    for side in (28, 32):
+        config = config_of("torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu")
+        run = RunParts(as_resolved(config), build_strategy(as_resolved(config).parallel, Ranks(), None))
+        loaders = (run.train, *run.evaluation.values())
+        assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
+        assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
+        fetcher, request = run.train.fetcher, IndexBatch(0, np.arange(6))
+        if side == 28:
+            images, labels, _, draws = fetcher.read(request)
+            batches.append((fetcher.finish(images, draws, lambda pixels: pixels), labels))
+            fetcher.transform = train_transform(run.config.data.augment, side, resize=True)
+            fetcher.gathers, fetcher.on_pixels = False, None
+            batches.append(fetcher.read(request)[:2])
+        for loader in loaders:
+            loader.close()
+    assert all(torch.equal(gathered, single) for gathered, single in zip(*batches, strict=True))
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:

@@ -81,9 +81,8 @@ def _loader(
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
-    return Loader(
-        fetcher, sampler, prefetcher, num_workers(DataConfig(workers=request.workers), files, local_world_size)
-    )
+    workers = num_workers(DataConfig(workers=request.workers), fetcher, strategy.device, local_world_size)
+    return Loader(fetcher, sampler, prefetcher, workers)
 
 
 @torch.inference_mode()

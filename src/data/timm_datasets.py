@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import create_dataset
 from torch import Tensor
 
-from src.engine.data.dataset import ImageDataset, Sample
+from src.engine.data.dataset import ImageDataset, InMemory, Sample
 from src.engine.data.decode import decode, decode_file, from_pil
 from src.engine.data.tar_index import read_splits
 from src.schema import DataConfig
@@ -57,6 +58,13 @@ class TorchvisionSplit:
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
+        # CIFAR and MNIST hold their images in one array: uint8 [N, H, W, 3] or [N, H, W].
+        self.rows: InMemory | None = None
+        if hasattr(dataset, "data") and hasattr(dataset, "targets"):
+            images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets)
+            if images.dtype == torch.uint8 and labels.ndim == 1:
+                images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
+                self.rows = InMemory(images.contiguous(), labels.long())
 
     def __len__(self) -> int:
         return len(self.dataset)

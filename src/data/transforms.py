@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from PIL import ImageOps
 from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment
 from timm.data.transforms import CenterCropOrPad, RandomCropOrPad, ResizeKeepRatio, str_to_pil_interp
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
+from src.engine.data.dataset import InMemory
 from src.schema import AugmentConfig
 
 Transform = Callable[[Tensor], Tensor]
@@ -72,6 +74,51 @@ def train_transform(
             )
         steps.append(v2.RandomApply([v2.GaussianBlur(BLUR)], config.gaussian_blur_prob))
     return v2.Compose(steps) if steps else None
+
+
+class CropAndFlip:
+    """Padded random crop and flips of whole batches, as a batch step: bit-equal to `train_transform` for the seed of an image."""
+
+    def __init__(self, config: AugmentConfig) -> None:
+        self.padding, self.chances = config.crop_padding, (config.vflip, config.hflip)
+
+    def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
+        """Draw for each image the corner (top, left) of its crop, and 1 to flip it (vertically, horizontally): int64 [B, 4]."""
+        # Not an attribute: a torch.Generator does not reach loader workers that are spawned.
+        generator, count = torch.Generator(), len(seeds)
+        corners, draws = torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2)
+        # torchvision draws no number for a step that is left out, and draws for horizontal flips first.
+        used = [column for column in (1, 0) if self.chances[column]]
+        shares = torch.empty(count, len(used))
+        for seed, corner, share in zip(seeds, corners.unbind(), shares.unbind(), strict=True):
+            generator.manual_seed(seed)
+            if self.padding:
+                corner.random_(0, 2 * self.padding + 1, generator=generator)
+            share.uniform_(generator=generator)
+        draws[:, used] = shares
+        return [torch.cat([corners, draws < torch.tensor(self.chances)], 1)]
+
+    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor:
+        """Crop and flip square uint8 images [B, C, size, size], with one gather."""
+        size, padding = images.shape[-1], self.padding
+        corners, flips = draws[0][:, :2, None], draws[0][:, 2:, None]
+        steps = torch.arange(size, device=images.device)
+        # Rows and columns that each pixel comes from: [B, size].
+        rows, columns = (corners + torch.where(flips == 1, size - 1 - steps, steps)).unbind(1)
+        source = (rows[:, :, None] * (size + 2 * padding) + columns[:, None]).flatten(1)
+        padded = torch.nn.functional.pad(images, [padding] * 4).flatten(2)
+        return padded.gather(2, source[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
+
+
+def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: int) -> CropAndFlip | None:
+    """Return the augmentation of batches in place of `train_transform`, or None if only that one can do it.
+
+    `in_memory`: the training split; None: its images are decoded or resized.
+    """
+    if in_memory is None or in_memory.images.shape[2:] != (size, size):
+        return None
+    others = train_transform(replace(config, crop_padding=0, hflip=0.0, vflip=0.0), size, resize=False)
+    return CropAndFlip(config) if others is None and (config.crop_padding or config.hflip or config.vflip) else None
 
 
 def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:

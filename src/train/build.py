@@ -10,9 +10,9 @@ import torch
 
 from src.data.datasets import build_dataset
 from src.data.erasing import Erasing
-from src.data.transforms import evaluation_transform, train_transform
+from src.data.transforms import batch_step, evaluation_transform, train_transform
 from src.engine.config.validate import refuse
-from src.engine.data.dataset import InMemory, train_labels
+from src.engine.data.dataset import rows_of, train_labels
 from src.engine.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
 from src.engine.data.prefetch import DevicePrefetcher
 from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
@@ -34,7 +34,7 @@ from src.schema import ResolvedConfig, is_timm_dataset
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric
 from src.train.mixing import Mixing
-from src.train.optim import build_optimizer, build_schedule
+from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,13 @@ class EvaluationParts:
         group = strategy.group
         for name, split in (("val", self.dataset.val), ("test", self.dataset.test)):
             if split is not None:
-                transform = None if isinstance(split, InMemory) else evaluation_transform(self.preprocessing)
+                # Resizing to the same size and cropping all of it changes no image.
+                rows = rows_of(split, self.preprocessing.input_size[1:])
+                is_ready = rows is split or (rows is not None and self.preprocessing.crop_pct == 1)
+                transform = None if is_ready else evaluation_transform(self.preprocessing)
                 fetcher = BatchFetcher(split, self.num_classes, transform, config.seed, config.data.on_error)
                 sampler = EvalSampler(len(split), config.global_batch, group.rank, group.world_size)
-                workers = num_workers(config.data, split, group.local_world_size)
+                workers = num_workers(config.data, fetcher, strategy.device, group.local_world_size)
                 self.evaluation[name] = Loader(fetcher, sampler, self.prefetcher, workers)
 
 
@@ -109,7 +112,10 @@ class RunParts(EvaluationParts, BuiltRun):
     def _build_train_loader(self) -> TrainLoader:
         config, split, group = self.config, self.dataset.train, self.strategy.group
         augment = config.data.augment
-        transform = train_transform(augment, self.image_size, not isinstance(split, InMemory), self.preprocessing.mean)
+        size = self.image_size
+        rows = rows_of(split, (size, size))
+        on_pixels = batch_step(augment, rows, size)
+        transform = None if on_pixels else train_transform(augment, size, rows is None, self.preprocessing.mean)
         chosen = fixed_choice(len(split), config.data.limit_train)
         weights = class_balance(train_labels(split, chosen), config.data.balance) if config.data.balance else None
         sampler = TrainSampler(
@@ -130,10 +136,11 @@ class RunParts(EvaluationParts, BuiltRun):
             config.data.on_error,
             substitutes=sampler.num_images,
             chosen=chosen,
+            on_pixels=on_pixels,
+            on_normalized=Erasing(augment) if augment.reprob else None,
         )
-        workers = num_workers(config.data, split, group.local_world_size)
-        finish = Erasing(augment, self.strategy.device) if augment.reprob else None
-        return TrainLoader(fetcher, sampler, self.prefetcher, workers, finish)
+        workers = num_workers(config.data, fetcher, self.strategy.device, group.local_world_size)
+        return TrainLoader(fetcher, sampler, self.prefetcher, workers)
 
     def _build_state(self, weights: dict[str, torch.Tensor]) -> TrainState:
         """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters while it wraps."""
@@ -153,4 +160,6 @@ class RunParts(EvaluationParts, BuiltRun):
         optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)
         schedule = build_schedule(config.optim, config.train, optimizer, self.steps_per_epoch)
         scaler = torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None
+        if scaler is not None and strategy.device.type == "cuda" and waits_for_scaler(optimizer):
+            log.info("fp16         optim.opt=%s waits for the GPU in every step; adamw or sgd do not", config.optim.opt)
         return TrainState(model, step, wrapped, optimizer, schedule, scaler, ema)

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from timm.models import model_parameters
-from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 
 from src.engine.data.prefetch import Batch
@@ -23,6 +22,7 @@ from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.metric_window import MetricWindow
 from src.engine.runtime.step_hooks import StepHooks
 from src.schema import Config, OptimConfig
+from src.train.optim import clip_adaptively
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 
@@ -138,7 +138,7 @@ def _clip_gradients(state: TrainState, optim: OptimConfig, strategy: Strategy, n
     if limit is not None:
         if mode == "agc":
             # As in timm, agc leaves the head alone, and so the parameters of a loss.
-            dispatch_clip_grad(model_parameters(state.model, exclude_head=True), limit, mode)
+            clip_adaptively(model_parameters(state.model, exclude_head=True), limit)
         else:
             nn.utils.clip_grad_value_(state.parameters(), limit)
     return norm

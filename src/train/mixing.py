@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from timm.data import Mixup
+from timm.data.mixup import rand_bbox_minmax
 from torch import Tensor
 
 from src.engine.data.seeds import seed_for
 from src.schema import AugmentConfig
 
 
+class BatchedMixup(Mixup):
+    """timm's Mixup. Its modes elem and pair mix all images at once, with one copy to the device, to the same numbers."""
+
+    def _mix_elem(self, x: Tensor) -> Tensor:
+        return self._mix(x, *self._params_per_elem(len(x)))
+
+    def _mix_pair(self, x: Tensor) -> Tensor:
+        return self._mix(x, *self._params_per_elem(len(x) // 2))
+
+    def _mix(self, images: Tensor, share: Any, use_cutmix: NDArray[np.bool_]) -> Tensor:
+        """Mix images [B, C, H, W] in place, each with its mirror image in the batch. Return the shares [B, 1] of the labels.
+
+        `share` [N], the share of an image, and `use_cutmix` [N] are for all images, or for the first half, whose pairs share them.
+        """
+        # Columns: share of the pixels, share of the other image's, share of the label, box (top, bottom, left, right).
+        numbers = np.zeros((len(share), 7), np.float32)
+        use_cutmix = use_cutmix & (share != 1)
+        numbers[:, :3] = np.stack([np.where(use_cutmix, 1, share), np.where(use_cutmix, 0, 1 - share), share], 1)
+        numbers[use_cutmix, 2:] = self._draw_boxes(share[use_cutmix], images.shape[2:])
+        if len(share) < len(images):
+            numbers = np.concatenate([numbers, numbers[::-1]])
+        drawn = torch.from_numpy(numbers)
+        # A copy from memory that is not pinned would wait.
+        drawn = drawn.pin_memory().to(images.device, non_blocking=True) if images.is_cuda else drawn
+        own, other, of_label, top, bottom, left, right = drawn.view(-1, 7, 1, 1, 1).unbind(1)
+        rows = torch.arange(images.shape[2], device=images.device)[:, None]
+        columns = torch.arange(images.shape[3], device=images.device)
+        inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+        own, other = own.masked_fill(inside, 0), other.masked_fill(inside, 1)
+        others = images.flip(0).mul_(other)
+        images.mul_(own).add_(others)
+        return of_label.view(-1, 1)
+
+    def _draw_boxes(self, share: Any, size: tuple[int, ...]) -> NDArray[Any]:
+        """Draw a box for each share [N] as timm does one by one. Return the label's share and the box: [N, 5]."""
+        if self.cutmix_minmax is not None:
+            boxes = np.array([rand_bbox_minmax(size, self.cutmix_minmax) for _ in share]).reshape(-1, 4)
+        else:
+            sides = (np.sqrt(1 - share)[:, None] * np.array(size, np.float32)).astype(int)
+            centers = np.random.randint(0, size, sides.shape)
+            edges = np.clip([centers - sides // 2, centers + (sides + 1) // 2], 0, size)
+            boxes = edges.transpose(1, 2, 0).reshape(-1, 4)
+        areas = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
+        return np.column_stack([1 - areas / (size[0] * size[1]), boxes])
+
+
 class Mixing:
     """Mixup and cutmix of images within a rank. Random draws depend on (seed, batch, rank) only."""
 
     def __init__(self, augment: AugmentConfig, smoothing: float, num_classes: int, seed: int, rank: int) -> None:
-        self.mixup = Mixup(
+        self.mixup = BatchedMixup(
             augment.mixup,
             augment.cutmix,
             augment.cutmix_minmax,

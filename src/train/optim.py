@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from torch import nn
+from timm.utils.agc import unitwise_norm
+from torch import Tensor, nn
 
 from src.engine.errors import refuse_wrong_arguments
 from src.engine.parallel.strategy import own_parameters
@@ -82,6 +84,25 @@ def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: 
             if parameters:
                 groups.append({**group, "params": parameters, "lr_scale": group.get("lr_scale", 1.0) * factor})
     optimizer.param_groups = groups
+
+
+def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e-3) -> None:
+    """Clip gradients as timm's adaptive_clip_grad, with a third of its kernels: only norms of units need one per tensor."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    factors, norms = ([unitwise_norm(tensor.detach()) for tensor in tensors] for tensors in (trained, gradients))
+    torch._foreach_clamp_min_(factors, eps)
+    torch._foreach_mul_(factors, factor)
+    torch._foreach_clamp_min_(norms, 1e-6)
+    torch._foreach_div_(factors, norms)
+    # A gradient below its limit stays as it is.
+    torch._foreach_clamp_max_(factors, 1)
+    torch._foreach_mul_(gradients, factors)
+
+
+def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a GradScaler must read on the host, in every step, whether a gradient overflowed."""
+    return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def build_schedule(

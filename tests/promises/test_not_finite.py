@@ -106,6 +106,69 @@ def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
     assert ended[0]["message"] == ""
 
 
+class OverflowingHead(nn.Module):
+    """Classifier head whose weights get one infinite gradient row in one training batch: under fsdp, only one shard has it."""
+
+    def __init__(self, head: nn.Module, batch: int | None) -> None:
+        super().__init__()
+        self.head, self.batch, self.count = head, batch, 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(features)
+        self.count += self.training
+        if self.training and self.count == self.batch:
+            # Detached, so that the weights before the head have finite gradients.
+            again = self.head(features.detach())
+            again.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf))
+            outputs = outputs + again - again.detach()
+        return outputs
+
+
+def steps_with_overflow_on_rank_1(
+    ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...]
+) -> list[tuple[float, bool]]:
+    """Train four steps with an overflow in the second. Return per step the loss scale and whether the weights have changed."""
+    config = resolved(*SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9")
+    training = Trainer(config, Path(folder), ranks, store)
+    state, steps = training.state, []
+    # Low enough that no other step overflows.
+    state.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
+    state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]
+    own = [getattr(weight, "to_local", lambda weight=weight: weight)() for weight in state.model.parameters()]
+    before, update = [weight.detach().clone() for weight in own], scaler.update
+
+    def update_and_record() -> None:
+        update()
+        now = [weight.detach().clone() for weight in own]
+        steps.append((scaler.get_scale(), not all(map(torch.equal, before, now))))
+        before[:] = now
+
+    scaler.update = update_and_record  # type: ignore[method-assign, assignment]
+    training.train()
+    return steps
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel=ddp",),
+        # The overflow is in a batch whose gradients are not synchronized.
+        pytest.param(("parallel=ddp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
+        ("parallel=fsdp", "optim.clip_grad=1"),
+        pytest.param(("parallel=fsdp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_overflow(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    words = (*overrides, "parallel.devices=3", "data.batch_size=6")
+    of_ranks = in_ranks(steps_with_overflow_on_rank_1, 3, str(tmp_path), words)
+    assert of_ranks == [[(8.0, True), (4.0, False), (4.0, True), (4.0, True)]] * 3
+
+
 def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
     training = Trainer(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
     weight = next(training.state.model.parameters())

@@ -55,6 +55,17 @@ class InMemory:
         return self.images[index], self.labels[index].item()
 
 
+def rows_of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
+    """Return the images and labels that a split holds in memory: itself, or its attribute `rows`; None if it has none.
+
+    `size` (height, width): None also if the images of `rows` have another size, and would have to be resized.
+    """
+    rows = getattr(split, "rows", split)
+    if not isinstance(rows, InMemory):
+        return None
+    return rows if rows is split or size in (None, rows.images.shape[2:]) else None
+
+
 class Sizes(ImageDataset):
     """A dataset of which only the sizes are known, because its images are not on this machine."""
 

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from src.engine.data.dataset import InMemory, Sample, Split
+from src.engine.data.dataset import InMemory, Sample, Split, rows_of
 from src.engine.data.prefetch import Batch, DevicePrefetcher
 from src.engine.data.samplers import EvalSampler, IndexBatch, TrainSampler, seed_draws
-from src.engine.data.seeds import seed_for
+from src.engine.data.seeds import seeds_for
 from src.engine.errors import UnreadableImageError
 from src.engine.machine import hardware
 from src.engine.machine.process import kill_on_parent_exit
 from src.engine.machine.signals import ignore_stop_signals
 from src.schema import DataConfig
 
-# A batch, the indices that could not be read for it, and the request that it answers.
-Fetched = tuple[Tensor, Tensor, list[int], IndexBatch]
-# Changes normalized images on the device, with random draws from a seed for each image: (images, seeds) -> images.
-Finish = Callable[[Tensor, list[int]], Tensor]
+# A batch, the indices that could not be read for it, and the random draws of its batch steps.
+Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
 # Limit of consecutive unreadable images to skip. More are not just a few damaged files.
 MAX_IN_A_ROW = 100
+
+
+class BatchStep(Protocol):
+    """Augmentation of whole batches on their device. Its random numbers are drawn on the host, where a batch is read."""
+
+    def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
+        """Draw for images of this shape [B, C, H, W], each from its seed, without the global generators.
+
+        A thread may call it while training uses those.
+        """
+        ...
+
+    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
 
 class BatchFetcher:
@@ -42,49 +52,71 @@ class BatchFetcher:
         on_error: str = "raise",
         substitutes: int = 0,
         chosen: Tensor | None = None,
+        on_pixels: BatchStep | None = None,
+        on_normalized: BatchStep | None = None,
     ) -> None:
         """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
 
         `substitutes`: number of images, of which the next readable one replaces an unreadable one; 0: it is left out. A
         training batch must keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
+        `on_pixels`, `on_normalized`: steps on uint8 images after `transform`, and on normalized images.
         """
         self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
+        self.on_pixels, self.on_normalized = on_pixels, on_normalized
         # Only in the rank itself, because a forked worker has no CUDA.
         self.pin_memory = False
         # Indices >= num_images are additional copies of images.
         self.num_images = substitutes or len(split)
-        # A batch is rows of one tensor: nothing to decode, nothing to draw.
-        self.gathers = isinstance(split, InMemory) and transform is None
-        if isinstance(split, InMemory):
-            self._check_labels(split.labels)
+        # A batch is rows of tensors: nothing to decode, nothing to do for each image.
+        self.in_memory = rows_of(split)
+        self.gathers = self.in_memory is not None and transform is None
+        if self.in_memory is not None:
+            self._check_labels(self.in_memory.labels)
 
     def read(self, batch: IndexBatch) -> Fetched:
-        if self.gathers:
-            assert isinstance(self.split, InMemory)
-            # numpy's remainder takes 20 us with cold caches.
-            indices = torch.from_numpy(batch.indices) % self.num_images
-            indices = indices if self.chosen is None else self.chosen[indices]
-            rows = self._rows(self.split.images, indices), self._rows(self.split.labels, indices)
-            return *rows, [], batch
+        images, labels, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
+        draws = self._draw(batch, images.shape)
+        return images, labels, unreadable, [draw.pin_memory() for draw in draws] if self.pin_memory else draws
+
+    # torch's loader calls it with a whole batch.
+    __getitems__ = read
+
+    def finish(self, images: Tensor, draws: Sequence[Tensor], normalize: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply the batch steps, and between them `normalize`, to uint8 images on their device."""
+        if self.on_pixels is not None:
+            images, draws = self.on_pixels(images, draws[0]), draws[1:]
+        images = normalize(images)
+        return images if self.on_normalized is None else self.on_normalized(images, *draws)
+
+    def _draw(self, batch: IndexBatch, shape: torch.Size) -> list[Tensor]:
+        draws: list[Tensor] = []
+        if self.on_pixels is not None:
+            draws += self.on_pixels.draw(seeds_for(self.seed, batch.epoch, batch.indices), shape)
+        if self.on_normalized is not None:
+            # Seeds that are independent of those of the images' other augmentation.
+            draws += self.on_normalized.draw(seeds_for(self.seed, batch.epoch, batch.indices, 1), shape)
+        return draws
+
+    def _gather(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
+        assert self.in_memory is not None
+        # numpy's remainder takes 20 us with cold caches.
+        indices = torch.from_numpy(batch.indices) % self.num_images
+        indices = indices if self.chosen is None else self.chosen[indices]
+        return self._rows(self.in_memory.images, indices), self._rows(self.in_memory.labels, indices), []
+
+    def _read_each(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
         unreadable: list[int] = []
         # Keep augmentation from advancing the generator that dropout uses.
         with torch.random.fork_rng(devices=[]):
             read = [self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()]
         samples = [sample for sample in read if sample is not None]
         if not samples:
-            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable, batch
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
         images, targets = zip(*samples, strict=True)
         labels = torch.tensor(targets)
         self._check_labels(labels)
-        return torch.stack(images), labels, unreadable, batch
-
-    # torch's loader calls it with a whole batch.
-    __getitems__ = read
-
-    def seeds(self, batch: IndexBatch) -> list[int]:
-        """Return a seed of random erasing for each image of a batch, independent of the seed of the image's transform."""
-        return [seed_for(self.seed, batch.epoch, index, 1) for index in batch.indices.tolist()]
+        return torch.stack(images), labels, unreadable
 
     def numbers(self, indices: list[int]) -> list[int]:
         """Convert indices among the `chosen` images to indices in the whole split."""
@@ -140,10 +172,8 @@ class Loader:
         sampler: TrainSampler | EvalSampler,
         prefetcher: DevicePrefetcher,
         num_workers: int,
-        finish: Finish | None = None,
     ) -> None:
         self.fetcher, self.sampler, self.prefetcher, self.num_workers = fetcher, sampler, prefetcher, num_workers
-        self.finish = finish
         self.unreadable: set[int] = set()  # numbers of the images that this rank could not read
         self._loader: DataLoader[Any] | None = None
         on_gpu = prefetcher.device.type == "cuda"
@@ -169,24 +199,25 @@ class Loader:
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        requests: deque[IndexBatch] = deque()
-        batches = self._read(requests)
+        batches = self._read()
+        # Only a gather is thread-safe: transforms use the global generators.
         if self.fetcher.pin_memory and self.fetcher.gathers:
             batches = one_ahead(batches)
-        on_device = self.prefetcher.stream(batches)
-        if self.finish is None:
-            return on_device
-        return ((self.finish(images, self.fetcher.seeds(requests.popleft())), labels) for images, labels in on_device)
+        # A batch is asked for once the previous step has been launched, so that a late one does not delay that step. A GPU
+        # copies it meanwhile.
+        return map(self._to_device, batches)
 
-    def _read(self, requests: deque[IndexBatch]) -> Iterator[Batch]:
-        """Yield batches from the workers. If random erasing follows, append the request of each batch to `requests`."""
+    def _read(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield batches from the workers: images, labels, and the draws of the batch steps."""
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
-        for images, labels, unreadable, request in fetched:
+        for images, labels, unreadable, draws in fetched:
             self.unreadable.update(unreadable)
-            if self.finish is not None:
-                requests.append(request)
             if len(labels):
-                yield images, labels
+                yield images, labels, *draws
+
+    def _to_device(self, batch: tuple[Tensor, ...]) -> Batch:
+        images, labels, *draws = self.prefetcher.send(batch)
+        return self.fetcher.finish(images, draws, self.prefetcher.normalize), labels
 
     def close(self) -> None:
         """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them forever at its exit."""
@@ -213,12 +244,11 @@ class TrainLoader(Loader):
     def peek(self) -> Tensor:
         """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will still yield."""
         self.sampler.start_at(0)
-        images, labels, _, request = self.fetcher.read(next(iter(self.sampler)))
-        images, _ = self.prefetcher((images, labels))
-        return images if self.finish is None else self.finish(images, self.fetcher.seeds(request))
+        images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
+        return self._to_device((images, labels, *draws))[0]
 
 
-def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches, each read in a thread while the one before is used. Reading releases the interpreter's lock."""
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
@@ -227,11 +257,17 @@ def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
             yield batch
 
 
-def num_workers(config: DataConfig, split: Split, local_world_size: int) -> int:
-    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's share of the cores."""
+def num_workers(config: DataConfig, fetcher: BatchFetcher, device: torch.device, local_world_size: int) -> int:
+    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's share of the cores.
+
+    For a GPU it also gives that share for data in memory that are transformed image by image: the thread that launches
+    kernels has no time for it.
+    """
     if config.workers != "auto":
         return int(config.workers)
-    return 0 if isinstance(split, InMemory) else max(1, hardware.cores() // local_world_size)
+    if fetcher.gathers or (isinstance(fetcher.split, InMemory) and device.type != "cuda"):
+        return 0
+    return max(1, hardware.cores() // local_world_size)
 
 
 def _start_worker(worker: int) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from collections.abc import Iterator
-from itertools import chain, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,45 +46,39 @@ class DevicePrefetcher:
         self.device = device
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255
         self.inverse_std = 1 / (torch.tensor(std, device=device).view(1, -1, 1, 1) * 255)
+        self.shift = -self.mean * self.inverse_std
         self.channels_last = channels_last
         self._blocks = BatchMemory()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch) -> Batch:
-        return self._receive(self._send(batch))
+        images, labels = self.send(batch)
+        return self.normalize(images), labels
 
-    def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield normalized batches on the device. A GPU copies each batch while it computes on the previous one."""
+    def send(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copy the tensors of a batch to the device. A GPU copies them while it computes what was launched before."""
         if self._copies is None:
-            yield from map(self, batches)
-            return
-        # pairwise sends the next batch before the current one is waited for.
-        sent: Iterator[Any] = chain(map(self._send, batches), [None])
-        for current, _ in pairwise(sent):
-            yield self._receive(current)
-
-    def _send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        """Start the copy of a batch to the device. Return the batch there and a CUDA event for the end of the copy."""
-        if self._copies is None:
-            return batch, None
+            return batch
         # A copy from memory that is not pinned would block.
-        pinned = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
+        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch]
         with torch.cuda.stream(self._copies):
-            images, labels = (tensor.to(self.device, non_blocking=True) for tensor in pinned)
-        return (images, labels), self._copies.record_event()
-
-    def _receive(self, sent: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        """Let the current CUDA stream wait for a sent batch, and normalize its images."""
-        (images, labels), arrived = sent
-        if arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(arrived)
+            sent = tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self._copies.record_event())
+        for tensor in sent:
             # Otherwise the allocator would give their memory to the next copy too early.
-            images.record_stream(current)
-            labels.record_stream(current)
-        # torch.sub of uint8 would make one more copy.
-        normalized = self._empty_like(images).copy_(images)
-        return normalized.sub_(self.mean).mul_(self.inverse_std), labels
+            tensor.record_stream(current)
+        return sent
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return normalized float32 images in the memory format of the model."""
+        normalized = self._empty_like(images)
+        if self._copies is not None:
+            # One kernel reads bytes and writes floats. autocast rounds them later, because some models do not begin with an
+            # operator that it casts for.
+            return torch.addcmul(self.shift, images, self.inverse_std, out=normalized)
+        # On a CPU, an operator on uint8 would make one more copy.
+        return normalized.copy_(images).sub_(self.mean).mul_(self.inverse_std)
 
     def _empty_like(self, images: Tensor) -> Tensor:
         """Return an uninitialized float32 tensor of the same shape, in the memory format of the model."""

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
 def seed_for(*values: int) -> int:
     """Mix integers into one seed in 0 .. 2^63 - 1, such that adjacent integers give unrelated seeds."""
+    return int(_mix(*values))
+
+
+def seeds_for(seed: int, epoch: int, indices: NDArray[np.int64], *more: int) -> list[int]:
+    """Return seed_for(seed, epoch, index, *more) for each of the `indices` [N], mixed at once."""
+    return list(_mix(seed, epoch, indices.astype("uint64"), *more).tolist())
+
+
+def _mix(*values: Any) -> Any:
     # The finalizer of splitmix64 (Steele, Lea, Flood 2014), applied once per value.
-    mixed = 0
+    mixed: Any = 0
     for value in values:
         mixed = ((mixed ^ value) + 0x9E3779B97F4A7C15) & MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
