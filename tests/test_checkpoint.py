@@ -17,8 +17,10 @@ import timm
 import torch
 from conftest import Finished, in_ranks, read_lines, resolved
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train as entry
+from src.engine.faults.liveness import liveness
 from src.engine.machine import hardware
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.engine.runtime import checkpoint
@@ -107,6 +109,23 @@ def test_checkpoint_restore_ignores_an_obsolete_entry_in_the_saved_progress(
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, checkpoint.load(path))
     assert other.progress.step == 7
+
+
+def test_first_step_after_a_restore_is_the_first_counted_step(
+    single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer, which calls torch's hooks."""
+    monkeypatch.setattr(liveness, "steps_done", 0)
+    handle = register_optimizer_step_post_hook(liveness.count_step)
+    try:
+        ticks = liveness.ticks
+        checkpoint.restore(single.state, single.strategy, contents)
+        assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
+        single.state.optimizer.step()
+        assert liveness.steps_done == 1
+    finally:
+        handle.remove()
+    checkpoint.restore(single.state, single.strategy, contents)
 
 
 def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(

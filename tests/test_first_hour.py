@@ -205,6 +205,17 @@ def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoc
     assert all(text in line for line in shown for text in ("val/loss", " 2 ", "train.early_stop"))
 
 
+@pytest.mark.parametrize(("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])])
+def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
+    speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
+    with caplog.at_level(logging.INFO):
+        show_end(resolved("parallel=single"), Path("outputs/x"), result, [], [])
+    lines = [line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")]
+    assert [line.partition(", mean")[0] for line in lines] == shown
+
+
 @pytest.mark.processes
 def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(tmp_path: Path) -> None:
     folder = run_warm(

@@ -29,6 +29,7 @@ from src.engine.runtime.determinism import seed_step, use_deterministic_algorith
 from src.engine.runtime.interfaces import TrainState
 from src.engine.runtime.meter import Meter
 from src.engine.runtime.metric_window import MetricWindow
+from src.engine.runtime.model_checks import check_image_size
 from src.engine.runtime.step_hooks import StepHooks
 from src.models.build import build_model
 from src.parallel import build_strategy
@@ -321,6 +322,21 @@ def test_cudnn_benchmark_is_enabled_unless_deterministic(deterministic: bool) ->
         use_deterministic_algorithms()
     on_gpus(devices=3)
     assert torch.backends.cudnn.benchmark == (not deterministic)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_image_size_check_does_not_benchmark_cudnn_for_one_image(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    seen: list[bool] = []
+
+    class Model(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.backends.cudnn.benchmark)
+            return images.flatten(1)[:, : 0 if fails else 2]
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with pytest.raises(ValueError, match=r"model\.name") if fails else nullcontext():
+        check_image_size(Model(), (1, 4, 4), 2, torch.device("cpu"))
+    assert seen == [False] and torch.backends.cudnn.benchmark
 
 
 @pytest.mark.usefixtures("deterministic_here")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, resolved, run_warm
+from torch import nn
 from torch.profiler import profile
 
 from scripts import plan as plan_script
@@ -20,6 +21,7 @@ from src.commands.plan import plan
 from src.engine.forecast.plan import Plan
 from src.engine.machine.ranks import Ranks
 from src.engine.runtime import checkpoint
+from src.engine.runtime.flops import count_flops
 from src.parallel import build_strategy
 from src.train.build import RunParts
 
@@ -35,17 +37,19 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
     "overrides",
     [
         (),
-        ("model=resnet18", "optim=sgd"),
+        ("model=resnet18", "optim=sgd", "train.accumulate=2"),
         ("model.freeze=backbone",),
         ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20"),
     ],
 )
 def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(overrides: tuple[str, ...]) -> None:
     config = resolved("parallel=single", *overrides)
-    planned = plan_for("parallel=single", *overrides).bytes
+    expected = plan_for("parallel=single", *overrides)
+    planned = expected.bytes
     assert planned is not None
     torch.manual_seed(0)
     parts = RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    assert parts.flops_per_step == expected.flops_per_step > 0
     trainee = parts.state
     images, labels = next(parts.train.epoch(0))
     targets = parts.mixing(images, labels, 0)[1] if parts.mixing else labels
@@ -94,6 +98,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(devices: int
     assert planned.dropped_per_epoch == result["dropped_per_epoch"]
     assert planned.images_per_device * devices == result["samples_seen"] / result["epochs"]
     assert planned.parameters == result["parameters"]
+    assert planned.flops_per_step == result["flops_per_step"]
     assert planned.bytes is not None
     # A single rank sends nothing.
     sent = planned.bytes.gradients if devices > 1 else 0
@@ -128,6 +133,33 @@ def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_b
     assert plans[2].bytes.activations == pytest.approx(plans[0].bytes.activations / 64, rel=0.02)
     assert plans[2].flops_per_step == plans[0].flops_per_step
     assert plans[2].bytes.buckets == plans[2].bytes.gradients
+
+
+class RemembersItsInput(nn.Module):
+    """Model that keeps a tensor of its first batch and draws random numbers."""
+
+    def __init__(self, reads_a_value: bool) -> None:
+        super().__init__()
+        self.layer, self.drop, self.reads_a_value = nn.Linear(12, 5), nn.Dropout(0.5), reads_a_value
+        self.register_buffer("calls", torch.zeros(()))
+        self.first: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.first = images if self.first is None else self.first
+        self.calls += 1
+        outputs: torch.Tensor = self.drop(self.layer(images.flatten(1)))
+        return outputs * outputs.max().item() if self.reads_a_value else outputs
+
+
+@pytest.mark.parametrize("reads_a_value", [False, True])
+def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_impossible(reads_a_value: bool) -> None:
+    model = RemembersItsInput(reads_a_value)
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    # 2 per multiply-add; the input needs no gradient, so the backward pass costs as much as the forward pass.
+    assert count_flops(model, (7, 3, 2, 2)) == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
+    assert model.first is None and model.layer.weight.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_plan_flops_of_a_vision_transformer_include_attention() -> None:

@@ -40,6 +40,8 @@ class Result:
     parameters: int | None = None
     image_size: int | None = None  # side of a training image in pixels
     batch_size: int | None = None  # global
+    # Floating-point operations of an optimizer step over all devices: forward and backward passes of the model.
+    flops_per_step: int | None = None
     steps: int = 0
     epochs: float = 0
     samples_seen: int = 0

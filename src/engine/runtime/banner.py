@@ -80,9 +80,12 @@ def _batch(run: BuiltRun) -> str:
 
 
 def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]) -> None:
-    """Log the run folder, metrics, target loss, profile, `segments` (lines) and `views` (lines on where to see the curves)."""
+    """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on where to see the curves)."""
     log.info("run folder   %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
+    if speed := result.throughput.get("images_per_sec"):
+        steps = plural(result.throughput.get("steps_timed") or 0, "timed step")
+        log.info("speed        %s images/s, mean of %s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", steps)
     train = config.train
     # Only early_stop ends a run before both limits.
     if train.early_stop and result.epochs < train.epochs and result.steps < (train.max_steps or math.inf):

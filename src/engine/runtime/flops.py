@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 Shape = tuple[int, ...]
+log = logging.getLogger(__name__)
 
 
 def flop_counter() -> FlopCounterMode:
@@ -26,6 +29,26 @@ def flop_counter() -> FlopCounterMode:
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return FlopCounterMode(display=False, custom_mapping={attention: forward, attention_backward: backward})
+
+
+def count_flops(model: nn.Module, images: Shape) -> int | None:
+    """Count the FLOPs of a forward and a backward pass over a batch of shape `images`; None if they cannot be counted.
+
+    `model`: not wrapped, not sharded and not compiled. It stays as it is: a copy without storage runs on the meta device,
+    which computes shapes only. So neither the size of the batch nor the device matters, and nothing is drawn.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    # Tensors in the memo are not copied.
+    memo = {id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for tensor in tensors}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:
+            outputs = copy.deepcopy(model, memo)(torch.empty(images))
+            outputs.sum().backward()
+        return int(counter.get_total_flops())
+    # A model of your own may do what the meta device cannot, such as reading a value of a tensor.
+    except Exception as error:
+        log.debug("FLOPs were not counted: %s: %s", type(error).__name__, error)
+        return None
 
 
 @contextmanager

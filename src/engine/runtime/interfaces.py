@@ -81,6 +81,7 @@ class BuiltRun:
     numbers: dict[str, dict[str, Any]]  # of the newest evaluation, by split
     dataset: ImageDataset
     image_size: int  # pixels of a side of training images
+    flops_per_step: int | None  # of the whole step, see Result; on rank 0, None elsewhere
     preprocessing: Any  # a dataclass: how images are prepared
     mixing: Any  # None, or has a `batch`: how many batches were mixed
     segments: list[dict[str, Any]]  # attempts of the run; see Result

@@ -65,7 +65,9 @@ def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_cla
     """
     image = torch.zeros(1, *input_size, device=device)
     height, width = image.shape[-2:]
-    was_training = model.training
+    was_training, cudnn = model.training, torch.backends.cudnn
+    # cuDNN would time its algorithms for a batch of one.
+    benchmark, cudnn.benchmark = cudnn.benchmark, False
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
@@ -79,6 +81,7 @@ def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_cla
         ) from None
     finally:
         model.train(was_training)
+        cudnn.benchmark = benchmark
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from src.engine.faults.liveness import liveness
 from src.engine.parallel.strategy import HasParameters, Strategy
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
         trial.param_groups = [{**copy.deepcopy(settings), "params": [probe]}]
         trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
         try:
-            trial.step()
+            with liveness.on_trial():
+                trial.step()
         # Some optimizers, such as kron, keep more than their groups and state, so a copy cannot step.
         except AttributeError:
             continue

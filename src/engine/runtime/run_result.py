@@ -42,6 +42,7 @@ def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[
         parameters=count_parameters(run.state.model),
         image_size=run.image_size,
         batch_size=config.global_batch,
+        flops_per_step=run.flops_per_step,
         steps=step,
         epochs=run.epochs_done,
         samples_seen=step * config.global_batch * config.train.accumulate,
