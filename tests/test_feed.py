@@ -156,6 +156,7 @@ def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.processes
 gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu)])
 on_both = pytest.mark.parametrize(
-    "accelerator", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpu)]
+    "accelerator",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu))],
 )
 
 

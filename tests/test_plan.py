@@ -16,7 +16,7 @@ from torch.profiler import profile
 
 from scripts import plan as plan_script
 from scripts.maintain.bench_measures import Training
-from scripts.maintain.gpu_check import model_flops
+from scripts.maintain.gpu_speed import model_flops
 from src.commands.plan import plan
 from src.engine.forecast.plan import Plan
 from src.engine.machine.ranks import Ranks

@@ -80,6 +80,7 @@ def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
     assert jobs_at_a_time(key, 1, config) == 1
 
 
+@pytest.mark.cpu_only
 def test_sweep_jobs_auto_runs_as_many_jobs_as_the_cores_allow() -> None:
     config = config_of("parallel.threads_per_device=2")
     assert jobs_at_a_time("sweep.jobs", "auto", config) is None
@@ -119,6 +120,7 @@ def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
     return json.loads((jobs.folder / job.folder / "ran.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:

@@ -105,6 +105,7 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
     assert count_runs(expanded, SweepConfig(repeats="auto", max_repeats=5)).startswith("11 to 17 runs")
 
 
+@pytest.mark.cpu_only
 def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes: list[object] = []
 
@@ -122,6 +123,7 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytes
     assert "can run here" in capsys.readouterr().out
 
 
+@pytest.mark.cpu_only
 def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
     assert len({point.config.parallel.threads_per_device for point in expanded if not point.reason}) == 1

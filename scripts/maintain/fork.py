@@ -22,7 +22,7 @@ RECIPES = (
 )
 # Files that a fork does not need, and the commands in them. A page names each of them on a separate line.
 OF_THE_TEMPLATE = ("scripts/maintain", "tests/maintain", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
-COMMANDS = r"scripts/maintain|benchmarks\.md|make (bench|gpu-wheels|gpu-check|docs|fork)\b"
+COMMANDS = r"scripts/maintain|benchmarks\.md|make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
 DEMO = ("docs/figures/report.svg",)
 OLD_NAME = "timm-parallel"
 # Files that contain OLD_NAME.

@@ -1,227 +1,160 @@
-"""Check everything that needs a CUDA device, in under nine minutes: make gpu-check.
+"""Check what needs a CUDA device, in nine minutes: make gpu-check. FULL=1 adds what takes longer.
 
     make gpu-wheels && make gpu-check BIN=/usr/bin    # with an interpreter that has torch, without a package index
 
-The parts run in turn, each within the remaining time; after a failure, the next part runs. Prints a table with the name of
-the device. Exit code 1 if a check failed.
+Each part has its seconds, and a part that fails does not stop the next one. With two or more GPUs, further parts compare the
+strategies and test faults. Writes one file to attach to an issue: outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a
+figure is wrong.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import re
-import shutil
-import statistics
+import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain.bench_measures import Figures, Training
+from scripts.maintain import gpu_runs, gpu_speed
+from scripts.maintain.gpu_rows import ROOT, SIMULATED, Part, Row, tests
 from src.engine.machine import hardware
-from src.engine.machine.files import claim_folder, write_json
+from src.engine.machine.files import claim_folder, write_text
 from src.engine.machine.process import terminate_descendants
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 520.0  # for all parts
+# For the parts of one GPU, without FULL=1.
+SECONDS = 520.0
+# Time that a simulated device may take, times that of a real one.
+SLOWER = 5
 NOT_SEEN = (
-    "skipped: {}, so these were not checked: synchronization, copies during computation, dp, NCCL, "
-    "two ranks on one device, ResNet-50 and ViT-B/16 against a hand-written loop, MFU, a profile, faults on a device"
+    "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, checkpoints on other devices, "
+    "faults, NCCL"
 )
 NEEDED = (
-    *("torch", "torchvision", "timm", "hydra", "omegaconf", "tensorboard", "psutil", "sklearn", "pandas"),
-    *("matplotlib", "pytest", "pytest_timeout"),
+    *("torch", "torchvision", "timm", "hydra", "omegaconf", "tensorboard", "psutil", "sklearn", "pandas", "pynvml"),
+    *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
-ON_DEVICE = ("tests/test_speed.py", "tests/test_feed.py", "tests/test_gpu.py")
-FAULTS = ("tests/test_gpu_faults.py",)
-# Dense, from NVIDIA's data sheets.
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-TRAININGS = {
-    "ResNet-50": Training("resnet50", {}, 60, 20, batch_size=256, image_size=224, on_gpu=True),
-    "ViT-B/16": Training("vit_base_patch16_224", {}, 60, 20, batch_size=128, image_size=224, on_gpu=True),
-}
-
-
-@dataclass
-class Row:
-    what: str
-    figure: str
-    wrong: bool = False
-
-
-# Maps the seconds that it may take to rows of the table.
-Part = Callable[[float], list[Row]]
-
-
-def topology(seconds: float) -> list[Row]:
-    import torch
-
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    python = ".".join(map(str, sys.version_info[:3]))
-    rows = [
-        Row("versions", f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, Python {python}"),
-        Row("cuDNN, cores", f"{torch.backends.cudnn.version()}, {hardware.cores()}"),
-    ]
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        rows.append(Row(f"device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
-    if shutil.which("nvidia-smi"):
-        output = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
-        print(output.stdout)
-    return rows
-
-
-def tests(*files: str) -> Part:
-    def run(seconds: float) -> list[Row]:
-        # Other installed plugins are not loaded.
-        plain = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
-        arguments = ["-m", "pytest", "-m", "gpu", "-vv", "--tb=short", *plain, *files]
-        output, is_whole = python(arguments, seconds)
-        rows = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(output)]
-        if not is_whole:
-            rows.append(Row(f"the tests after {rows[-1].what if rows else 'none'}", f"not run within {seconds:.0f} s"))
-        return rows or [Row(" ".join(files), "no test ran", True)]
-
-    return run
-
-
-def outcomes(output: str) -> list[tuple[str, str]]:
-    """Parse the output of `pytest -v`: (test, passed, failed or error) per line."""
-    lines = (re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR)\b", line) for line in output.splitlines())
-    return [(line[1].rpartition("/")[2], line[2].lower()) for line in lines if line is not None]
-
-
-def python(arguments: list[str], seconds: float) -> tuple[str, bool]:
-    """Run a Python command for at most `seconds`. Returns (stdout, True if it ended in time); prints failures."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False,
-            env=environment,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-        return output.decode(errors="replace") if isinstance(output, bytes) else output, False
-    if done.returncode:
-        print((done.stdout + done.stderr)[-6000:])
-    return done.stdout, True
-
-
-def against_by_hand(name: str, training: Training, rounds: int = 2) -> Part:
-    def run(seconds: float) -> list[Row]:
-        until = time.monotonic() + seconds
-        pairs: list[tuple[Figures, Figures]] = []
-        took = 0.0
-        while len(pairs) < rounds and until - time.monotonic() > 1.2 * took:
-            began = time.monotonic()
-            own = replace(training, limit=until - began).ours(1)
-            pairs.append((own, replace(training, limit=max(1.0, until - time.monotonic())).by_hand(1)))
-            took = time.monotonic() - began
-        return compare(name, training, pairs, hardware.visible_cuda_devices()[0].name)
-
-    return run
-
-
-def compare(name: str, training: Training, pairs: list[tuple[Figures, Figures]], device: str) -> list[Row]:
-    """Return table rows that compare train.py with a hand-written loop. `pairs`: one (ours, by hand) per round."""
-    rate, memory = ([ours[key] / other[key] for ours, other in pairs] for key in ("images_per_sec", "peak_mib"))
-    own = statistics.median(ours["images_per_sec"] for ours, _ in pairs)
-    peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
-    mfu = "of an unknown peak" if peak is None else f"{model_flops(training) * own / peak:.3f}"
-    return [
-        Row(f"{name}: images/s", f"{own:.0f}"),
-        Row(f"{name}: images/s over the hand-written loop's (>= 0.99)", shown(rate), max(rate) < 0.99),
-        Row(f"{name}: peak memory over it (<= 1.02)", shown(memory), min(memory) > 1.02),
-        Row(f"{name}: model-FLOPs utilisation, bf16", mfu),
-    ]
-
-
-def shown(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
-
-
-def model_flops(training: Training) -> float:
-    """Return the training FLOPs per image: three times the forward pass, two per multiply-add."""
-    import timm
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        model = timm.create_model(training.model, num_classes=10)
-        model(torch.empty(1, 3, training.image_size, training.image_size))
-    return float(3 * counter.get_total_flops())
-
-
-def strategies(seconds: float) -> list[Row]:
-    """Compare single, dp and ddp with ResNet-50 on one device, and on all devices if there are several."""
-    until, rows = time.monotonic() + seconds, []
-    count = len(hardware.visible_cuda_devices())
-    ways = [(kind, devices) for devices in sorted({1, count}) for kind in ("single", "dp", "ddp")]
-    for kind, devices in ways:
-        left = until - time.monotonic()
-        if (kind != "single" or devices == 1) and left > seconds / 4:
-            training = replace(TRAININGS["ResNet-50"], batch_size=256 // devices * devices, limit=left)
-            rate = training.ours(devices, kind)["images_per_sec"]
-            rows.append(Row(f"ResNet-50: {kind} on {devices}", f"{rate:.0f} images/s"))
-    return rows
-
-
-def profile(seconds: float) -> list[Row]:
-    output, is_whole = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
-    if not is_whole:
-        return [Row("profile", f"not run within {seconds:.0f} s")]
-    rows = json.loads(output.splitlines()[-1])
-    return [Row(f"between steps: {name}", f"{value:.2f} ms a step") for name, value in rows.items()]
-
-
-# Name, function, most seconds.
-PARTS: tuple[tuple[str, Part, float], ...] = (
-    ("topology", topology, 30),
-    ("tests", tests(*ON_DEVICE), 200),
-    ("ResNet-50", against_by_hand("ResNet-50", TRAININGS["ResNet-50"]), 100),
-    ("ViT-B/16", against_by_hand("ViT-B/16", TRAININGS["ViT-B/16"]), 100),
-    ("profile", profile, 40),
-    ("faults", tests(*FAULTS), 120),
-    ("strategies", strategies, 60),
-    ("compiled", against_by_hand("ResNet-50 compiled", replace(TRAININGS["ResNet-50"], compile=True), 1), 120),
+RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
+# The matrix products behind which a copy hides take minutes on simulated devices.
+WAITS = ("tests/test_speed.py",) if SIMULATED else ("tests/test_speed.py", "tests/test_feed.py")
+# What tells most comes first.
+PARTS = (
+    Part("machine", 15, gpu_runs.topology),
+    Part("sweep and search", 65, gpu_runs.jobs),
+    Part("speed: ResNet-50", 60, gpu_speed.against_by_hand("ResNet-50", RESNET)),
+    Part("speed: ViT-B/16", 55, gpu_speed.against_by_hand("ViT-B/16", VIT)),
+    Part("feeding images of CIFAR's size", 25, gpu_speed.feed),
+    Part("waits for the device", 45, tests(*WAITS)),
+    Part("evaluate, predict, export, resume", 75, gpu_runs.other_devices),
+    Part("out of memory", 35, gpu_runs.out_of_memory, simulated=False),
+    Part("device-side assert", 20, gpu_runs.fault("device_assert", "failed", "parallel=single")),
+    Part("fsdp over NCCL", 30, gpu_runs.fsdp_on_one),
+    Part("deterministic steps", 35, gpu_runs.deterministic),
+    Part("compile and resume", 35, gpu_runs.compiled, simulated=False),
+    Part("reading JPEG files", 25, gpu_speed.jpeg),
+    Part("all tests of GPUs", 400, tests("tests/test_gpu.py", "tests/test_gpu_faults.py"), needs_full=True),
+    Part("profile", 60, gpu_speed.profile, needs_full=True, simulated=False),
+    Part("speed: ResNet-50, three rounds", 240, gpu_speed.against_by_hand("ResNet-50", RESNET, 3), needs_full=True),
+    Part("speed: ViT-B/16, three rounds", 240, gpu_speed.against_by_hand("ViT-B/16", VIT, 3), needs_full=True),
+    Part("speed of strategies", 240, gpu_speed.strategies, needs_full=True),
+    Part("strategies on several GPUs", 240, gpu_runs.all_strategies, devices=2),
+    Part("class weights under dp", 60, gpu_runs.class_weights_under_dp, devices=2),
+    Part("SyncBatchNorm over NCCL", 90, gpu_runs.SYNC_BN, devices=2),
+    Part(
+        "a killed rank",
+        60,
+        gpu_runs.fault("kill", "failed", "parallel=ddp", "parallel.devices=2", rank=1),
+        devices=2,
+    ),
+    Part(
+        "a rank out of memory",
+        60,
+        gpu_runs.fault("no_memory", "out_of_memory", "parallel=ddp", "parallel.devices=2", rank=1),
+        devices=2,
+        simulated=False,
+    ),
+    Part("two jobs side by side", 60, gpu_runs.side_by_side, devices=2),
+    Part("make compare", 900, gpu_runs.compare_strategies, devices=2),
 )
 
 
-def check(parts: tuple[tuple[str, Part, float], ...] = PARTS, seconds: float = SECONDS) -> list[Row]:
-    """Run the checks in turn and return table rows. A check that raises or has no time left gets a row too."""
-    until, rows = time.monotonic() + seconds, []
-    for name, part, longest in parts:
-        left = until - time.monotonic()
-        if left < min(longest, 30):
-            rows.append(Row(name, "not run: no time left"))
+def chosen(devices: int, is_full: bool) -> list[Part]:
+    """Return the parts for so many devices."""
+    return [part for part in PARTS if part.devices <= devices and (is_full or not part.needs_full)]
+
+
+def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
+    """Run the parts in turn, and return the rows of each. A part that raises or takes too long gets a row too."""
+    done: dict[str, list[Row]] = {}
+    for part in parts:
+        if SIMULATED and not part.simulated:
+            done[part.name] = [Row(part.name, "not simulated")]
             continue
-        print(f"--- {name}", flush=True)
+        print(f"--- {part.name}", flush=True)
+        seconds = part.seconds * (SLOWER if SIMULATED else 1)
+        began = time.monotonic()
         try:
             # A command that was ended may have started others, which would disturb the next part.
             with terminate_descendants():
-                rows += part(min(longest, left))
+                rows = part.run(seconds)
         except subprocess.TimeoutExpired:
-            rows.append(Row(name, f"not run within {min(longest, left):.0f} s"))
+            rows = [Row(part.name, f"not run within {seconds:.0f} s", True)]
         # The next parts run after any error.
         except Exception as error:
-            rows.append(Row(name, f"broke: {type(error).__name__}: {' '.join(str(error).split())[-300:]}", True))
-    return rows
+            reason = " ".join(str(error).split())[-300:]
+            rows = [Row(part.name, f"broke: {type(error).__name__}: {reason}", True)]
+        print(f"{lines(rows)}({time.monotonic() - began:.0f} of {seconds:.0f} s)", flush=True)
+        done[part.name] = rows
+    return done
+
+
+def lines(rows: list[Row]) -> str:
+    """Format rows for the console."""
+    return "".join(f"{row.what}: {row.figure}{'   WRONG' if row.wrong else ''}\n" for row in rows)
+
+
+def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
+    """Format the rows as one Markdown file: a verdict, a table per part, and the rows for docs/benchmarks.md."""
+    wrong = [f"{name}: {row.what}: {row.figure}" for name, rows in done.items() for row in rows if row.wrong]
+    verdict = "Nothing is wrong." if not wrong else f"{len(wrong)} wrong:"
+    text = [
+        f"# gpu-check: {device}{' (simulated: speeds and memory mean nothing)' if SIMULATED else ''}",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {seconds:.0f} s, {platform.platform()}, commit {_commit()}.",
+        "",
+        verdict,
+        *(f"- {line}" for line in wrong),
+    ]
+    for name, rows in done.items():
+        text += ["", f"## {name}", "", "| what | figure | |", "|---|---|---|"]
+        text += [f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |" for row in rows]
+    measured = [row for name in done if name.startswith(("speed", "feeding", "reading")) for row in done[name]]
+    text += ["", "## Rows for docs/benchmarks.md", "", f"| {cell(device)} | figure |", "|---|---|"]
+    text += [f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured]
+    return "\n".join([*text, ""])
+
+
+def cell(text: str) -> str:
+    """Escape a text for a cell of a Markdown table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> int:
+    """Check the visible devices, and write the report."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     devices = hardware.visible_cuda_devices()
     if not devices:
@@ -233,15 +166,13 @@ def main() -> int:
             "the folder .gpu-wheels here; or name an interpreter that has them, BIN=<folder>"
         )
         return 2
-    rows = check()
-    width = max(len(row.what) for row in rows)
-    more = f" and {len(devices) - 1} more" if len(devices) > 1 else ""
-    print(f"\n{devices[0].name}{more}")
-    for row in rows:
-        print(f"{row.what:{width}s}  {row.figure}{'   WRONG' if row.wrong else ''}")
+    began = time.monotonic()
+    done = check(chosen(len(devices), os.environ.get("FULL") == "1"))
+    name = devices[0].name + (f" and {len(devices) - 1} more" if len(devices) > 1 else "")
     folder = claim_folder(ROOT / "outputs" / "gpu-check" / time.strftime("%Y-%m-%d/%H-%M-%S"))
-    write_json(folder / "gpu_check.json", {"device": devices[0].name, "rows": [vars(row) for row in rows]})
-    return int(any(row.wrong for row in rows))
+    write_text(folder / "gpu_check.md", report(done, name, time.monotonic() - began))
+    print(f"report: {folder / 'gpu_check.md'}")
+    return int(any(row.wrong for rows in done.values() for row in rows))
 
 
 if __name__ == "__main__":

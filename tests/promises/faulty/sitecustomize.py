@@ -4,10 +4,18 @@ FAULT is `<kind>:<rank>:<step>:<phase>`, with rank `*` for all ranks. The time o
 """
 
 import os
+import runpy
 import signal
 import time
+from pathlib import Path
 
-from src.engine.faults import liveness as life
+# Python imports only the first file of this name on its path: run the next one, too.
+here = Path(__file__).resolve()
+following = [Path(folder, here.name) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+for file in [file for file in following if file.is_file() and file.resolve() != here][:1]:
+    runpy.run_path(str(file), run_name="sitecustomize")
+
+from src.engine.faults import liveness as life  # noqa: E402
 
 kind, rank, step, phase = os.environ["FAULT"].split(":")
 beat = life.liveness.at
@@ -22,6 +30,11 @@ def accident() -> None:
         import torch
 
         torch.empty(2**50, device="cuda" if torch.cuda.is_initialized() else "cpu")
+    if kind == "device_assert":
+        import torch
+
+        # An index beyond the end: a kernel fails, and the next wait for the device raises.
+        torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")].sum().item()
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "segv":

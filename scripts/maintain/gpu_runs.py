@@ -1,0 +1,328 @@
+"""Parts of `make gpu-check` that start runs: sweeps, checkpoints on other devices, faults, several GPUs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+from scripts.maintain.gpu_rows import ROOT, SIMULATED, Check, Clock, Row, Run, near, python, same, scratch, tests, train
+from src.engine.machine import hardware
+from src.engine.record.result import read_metrics
+
+STEPS = 6
+SHORT = (f"train.max_steps={STEPS}", "train.log_every=1", "data.batch_size=48", "optim.warmup_epochs=0")
+FAULTY = ROOT / "tests" / "promises" / "faulty"
+# A batch that no GPU can hold.
+HUGE = 8192
+
+
+def topology(seconds: float) -> list[Row]:
+    """List versions and devices."""
+    import sys
+
+    import timm
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    rows = [
+        Row("versions", f"torch {torch.__version__}, timm {timm.__version__}, Python {python_version}"),
+        Row("CUDA, cuDNN, NCCL", f"{torch.version.cuda}, {torch.backends.cudnn.version()}, {nccl}"),
+        Row("cores", f"{hardware.cores()}"),
+    ]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        rows.append(Row(f"device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def jobs(seconds: float) -> list[Row]:
+    """Run a sweep of two jobs with one rank, and a search of two trials: a server forks both kinds of job."""
+    clock = Clock(seconds)
+    with scratch() as base:
+        sweep = train(
+            base / "sweep",
+            *("parallel=single", "optim.lr=1e-3,1e-4", *SHORT),
+            seconds=clock.left,
+            sweep=True,
+        )
+        search = train(
+            base / "search",
+            *("parallel=single", "search=optuna", "search.n_trials=2", *SHORT),
+            seconds=clock.left,
+            sweep=True,
+        )
+        devices = [Run(0, "", 0, folder).result.get("accelerator") for folder in sorted(base.glob("*/*/"))]
+        return [
+            same("sweep of two single jobs: status", sweep.statuses, ["done", "done"]),
+            Row("sweep of two single jobs: seconds", f"{sweep.seconds:.0f}"),
+            same("search of two trials: status", search.statuses, ["done", "done"]),
+            Row("search of two trials: seconds", f"{search.seconds:.0f}"),
+            same("sweep and search: jobs that trained on CUDA", devices.count("cuda"), 4),
+        ]
+
+
+def other_devices(seconds: float) -> list[Row]:
+    """Train on CUDA; then read, evaluate, predict with, export and resume the run without a GPU or on it."""
+    clock, rows = Clock(seconds), []
+    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    with scratch() as base:
+        folder = base / "run"
+        run = train(folder, "parallel=single", *SHORT, seconds=clock.left)
+        rows.append(same("run on CUDA: exit code", run.code, 0))
+        if run.code != 0:
+            return rows
+        best = folder / "checkpoints" / "best.pt"
+        load = f"import torch; torch.load({str(best)!r}, weights_only=True); assert not torch.cuda.is_available()"
+        rows.append(same("torch.load of best.pt without a GPU", python(["-c", load], clock.left, without_gpu).code, 0))
+        evaluated = python(["evaluate.py", f"run={folder}"], clock.left)
+        lines = [json.loads(line) for line in evaluated.output.splitlines() if line.startswith("{")]
+        # evaluate.py prints the metrics of the best weights.
+        accuracies = [line.get("acc", line.get("val/acc")) for line in lines[:1]]
+        rows.append(same("evaluate.py: val/acc", accuracies, [run.result["val"]["acc_best"]]))
+        rows += _predict(base, folder, clock)
+        exported = python(["scripts/export.py", f"run={folder}"], clock.left)
+        rows.append(same("export.py: exit code", exported.code, 0))
+        on_cpu = ("parallel.accelerator=cpu", f"train.max_steps={STEPS + 2}")
+        resumed = python(["train.py", f"resume={folder}", *on_cpu], clock.left, without_gpu)
+        rows.append(same("resumed on the CPU: exit code", resumed.code, 0))
+        rows.append(same("resumed on the CPU: steps", run.result["steps"], STEPS + 2))
+        on_cuda = ("parallel.accelerator=cuda", f"train.max_steps={STEPS + 4}")
+        resumed = python(["train.py", f"resume={folder}", *on_cuda], clock.left)
+        rows.append(same("resumed on CUDA: exit code", resumed.code, 0))
+        result = run.result
+        rows.append(same("resumed on CUDA: device", result["accelerator"], "cuda"))
+        measured = result["memory"][0]
+        rows.append(Row("NVML: utilization", f"{measured['utilisation']}", measured["utilisation"] is None))
+        rows.append(Row("NVML: energy of the run, kWh", f"{result['energy'].get('kwh')}"))
+        rows.append(Row("NVML: clocks", f"{result['guard'].get('clocks')}", not result["guard"].get("clocks")))
+    return rows
+
+
+def _predict(base: Path, folder: Path, clock: Clock) -> list[Row]:
+    from PIL import Image
+
+    (base / "photos").mkdir()
+    for shade in (20, 200):
+        Image.new("L", (32, 32), shade).save(base / "photos" / f"{shade}.png")
+    output = base / "predictions.csv"
+    python(["scripts/predict.py", f"run={folder}", f"images={base / 'photos'}", f"output={output}"], clock.left)
+    count = len(list(csv.DictReader(output.open(encoding="utf-8")))) if output.is_file() else None
+    return [same("predict.py: images with a prediction", count, 2)]
+
+
+def out_of_memory(seconds: float) -> list[Row]:
+    """Run a sweep whose first job cannot fit into the memory of the device."""
+    with scratch() as base:
+        sweep = train(
+            base / "sweep",
+            *("parallel=single", "data=synthetic", f"data.kwargs.num_samples={HUGE}", "data.image_size=224"),
+            *(f"data.batch_size={HUGE},32", "model=resnet18", "model.name=resnet50", "train.max_steps=2"),
+            *("train.evaluate_every=0", "optim.warmup_epochs=0", "sweep.shuffle=false"),
+            seconds=seconds,
+            sweep=True,
+        )
+        return [
+            same("a batch that does not fit, and the job after it: status", sweep.statuses, ["out_of_memory", "done"]),
+            Row("a batch that does not fit, and the job after it: seconds", f"{sweep.seconds:.0f}"),
+        ]
+
+
+def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float = 15) -> Check:
+    """Return a part that causes a fault in the forward pass of step 4, and counts the seconds until all ranks have ended."""
+
+    def run(seconds: float) -> list[Row]:
+        with scratch() as base:
+            mark = base / "mark"
+            environment = {
+                "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "FAULT": f"{kind}:{rank}:4:the forward pass",
+                "FAULT_MARK": str(mark),
+            }
+            run = train(base / "run", *overrides, *SHORT, seconds=seconds, environment=environment)
+            ended = time.time()
+            if not mark.is_file():
+                return [Row(f"{kind}: the fault", "did not happen", True)]
+            took = ended - float(mark.read_text(encoding="utf-8").split()[0])
+            result = run.result
+            failure = result.get("failure") or {}
+            return [
+                same(f"{kind}: status", result.get("status"), expected),
+                same(f"{kind}: rank that failed first", failure.get("rank"), rank),
+                Row(f"{kind}: seconds until all had ended (<= {limit:g})", f"{took:.1f}", took > limit),
+                same(f"{kind}: processes left on the devices", processes_on_devices(), 0),
+            ]
+
+    return run
+
+
+def processes_on_devices() -> int:
+    """Count the Python processes that NVML still finds on the devices, other than this one's ancestors."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        found = {process.pid for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+    # In a container NVML reports the host's process ids.
+    return sum(_is_ours(pid) for pid in found)
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return b"src.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def fsdp_on_one(seconds: float) -> list[Row]:
+    """Train under fsdp over NCCL on one device, and compare its losses with single's."""
+    return equal_to_single(("fsdp on 1", ("parallel=fsdp", "parallel.devices=1")))(seconds)
+
+
+# 49 validation images, which no number of ranks divides evenly.
+UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
+
+
+def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
+    """Return a part that compares the losses and the evaluation of strategies with those of single."""
+
+    def run(seconds: float) -> list[Row]:
+        clock, rows = Clock(seconds), []
+        with scratch() as base:
+            one = train(base / "single", "parallel=single", *SHORT, *UNEVEN, seconds=clock.left)
+            expected = _losses(one)
+            if not expected:
+                return [Row("single: exit code", f"{one.code}", True)]
+            for index, (name, overrides) in enumerate(ways):
+                other = train(base / str(index), *overrides, *SHORT, *UNEVEN, seconds=clock.left)
+                losses = _losses(other)
+                if len(losses) != len(expected):
+                    rows.append(Row(f"{name}: exit code", f"{other.code}", True))
+                    continue
+                apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+                rows.append(
+                    Row(f"{name}: largest difference of a loss from single's", f"{apart:.1e}", apart > tolerance)
+                )
+                value = other.result["val"]["loss"]
+                rows.append(near(f"{name}: val/loss and single's", value, one.result["val"]["loss"], tolerance))
+                rows.append(
+                    same(f"{name}: images evaluated", other.result["val"]["samples"], one.result["val"]["samples"])
+                )
+        return rows
+
+    return run
+
+
+def _losses(run: Run) -> list[float]:
+    path = run.folder / "metrics.jsonl"
+    if run.code != 0 or not path.is_file():
+        return []
+    return [line["train/loss"] for line in read_metrics(path) if "train/loss" in line]
+
+
+def deterministic(seconds: float) -> list[Row]:
+    """Train each of five models twice with train.deterministic=true: equal weights."""
+    clock, rows = Clock(seconds), []
+    names = ("resnet50", "convnext_tiny", "swin_tiny_patch4_window7_224", "efficientnet_b0", "vit_small_patch16_224")
+    if SIMULATED:
+        names = ("test_resnet", "test_convnext", "test_vit", "test_efficientnet", "test_byobnet")
+    done = python(["scripts/maintain/gpu_steps.py", *names], clock.left)
+    for line in done.output.splitlines():
+        if line.startswith('{"model"'):
+            entry = json.loads(line)
+            rows.append(same(f"{entry['model']}, deterministic: two trainings", entry["verdict"], "equal"))
+    if len(rows) < len(names):
+        rows.append(Row("deterministic steps", f"{len(rows)} of {len(names)} models", True))
+    return rows
+
+
+def compiled(seconds: float) -> list[Row]:
+    """Train with model.compile=true, stop, and resume."""
+    clock = Clock(seconds)
+    with scratch() as base:
+        folder = base / "run"
+        common = ("parallel=single", "model.compile=true", "train.log_every=1", "data.batch_size=48")
+        run = train(folder, *common, "optim.warmup_epochs=0", "train.max_steps=4", seconds=clock.left)
+        rows = [same("model.compile=true: exit code", run.code, 0)]
+        if run.code == 0:
+            first = run.result["seconds"]["start_to_first_step"]
+            rows.append(Row("model.compile=true: seconds from the command to the first step", f"{first:.1f}"))
+            resumed = python(["train.py", f"resume={folder}", "train.max_steps=8"], clock.left)
+            rows.append(same("model.compile=true, resumed: exit code", resumed.code, 0))
+    return rows
+
+
+# For two or more GPUs.
+
+
+def all_strategies(seconds: float) -> list[Row]:
+    """Compare dp, ddp and fsdp on two devices, and HSDP on four if there are four, with single."""
+    two = ("parallel.devices=2",)
+    ways: list[tuple[str, tuple[str, ...]]]
+    ways = [(f"{name} on 2", (f"parallel={name}", *two)) for name in ("dp", "ddp", "fsdp")]
+    ways += [
+        (f"{name} on devices 1, 0", (f"parallel={name}", *two, "parallel.device_ids=[1,0]")) for name in ("dp", "ddp")
+    ]
+    count = len(hardware.visible_cuda_devices())
+    if count >= 3:
+        ways.append(("ddp on 3", ("parallel=ddp", "parallel.devices=3")))
+    if count >= 4:
+        ways.append(("HSDP on 2 × 2", ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2")))
+    return equal_to_single(*ways)(seconds)
+
+
+def class_weights_under_dp(seconds: float) -> list[Row]:
+    """Train under dp with a loss that has weights, on the outputs' device and in the replicas."""
+    clock, rows = Clock(seconds), []
+    weighted = ("parallel=dp", "parallel.devices=2", "train.class_weights=auto", *SHORT)
+    with scratch() as base:
+        for name in ("parallel.output_device=1", "parallel.loss_in_replica=true"):
+            run = train(base / name.partition("=")[0], *weighted, name, seconds=clock.left)
+            rows.append(same(f"dp with class weights, {name}: exit code", run.code, 0))
+    return rows
+
+
+def side_by_side(seconds: float) -> list[Row]:
+    """Run two jobs of a sweep at a time, each on a device of its own."""
+    with scratch() as base:
+        sweep = train(
+            base / "sweep",
+            *("parallel=single", "optim.lr=1e-3,1e-4", "sweep.jobs=2", *SHORT),
+            seconds=seconds,
+            sweep=True,
+        )
+        folders = sorted(path.parent for path in base.glob("sweep/*/environment.json"))
+        listed = [json.loads((folder / "environment.json").read_text(encoding="utf-8")) for folder in folders]
+        uuids = {device["uuid"] for entry in listed for device in entry["devices"][:1]}
+        return [
+            same("two jobs side by side: status", sweep.statuses, ["done", "done"]),
+            same("two jobs side by side: devices", len(uuids), 2),
+        ]
+
+
+def compare_strategies(seconds: float) -> list[Row]:
+    """Run make compare, and give the headline of its report."""
+    with scratch() as base:
+        more = ("sweep.repeats=3",) if not SIMULATED else ("sweep.repeats=2", "train.max_steps=12")
+        folder = base / "compare"
+        words = ["train.py", "-m", "experiment=compare", *more, f"hydra.sweep.dir={folder}"]
+        done = python(words, seconds)
+        run = Run(done.code, done.output, done.seconds, folder)
+        lead = run.read("report.json").get("lead")
+        done_jobs = statistics.fmean(status == "done" for status in run.statuses) if run.statuses else 0.0
+        return [
+            Row("make compare: headline", json.dumps(lead, ensure_ascii=False), lead is None),
+            Row("make compare: share of jobs that are done", f"{done_jobs:.2f}", done_jobs < 1),
+        ]
+
+
+SYNC_BN = tests("tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")
