@@ -35,6 +35,8 @@ COMPARE_STRATEGIES = ("analysis/", "report/")
 NAME_STRATEGIES = {
     "config/evaluation.py": "an evaluation without a `parallel` key runs as parallel=single",
     "config/resolve.py": "the fix in two messages: parallel=ddp under torchrun, parallel=single on one Apple GPU",
+    "parallel/shards.py": "the fix in a message: a parameter that parallel=fsdp cannot shard trains under parallel=ddp",
+    "runtime/model_checks.py": "the fix in a message: a model that parallel=fsdp cannot split trains under parallel=ddp",
     "forecast/table.py": "the message for a sweep that cannot be forecast says which runs it needs",
 }
 # What the copy renames: registered name -> new name.
