@@ -12,26 +12,21 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from configs import TINY, conf, evaluate_batches, parse, plain, read_lines, resolved, tiny, without_times  # noqa: F401
 from filelock import FileLock
-from ranks import RANK_VARIABLES, in_ranks, run_warm, train_warm, warm_processes, warm_ranks  # noqa: F401
 
 import train as entry
-
-# Tests take all of these from here.
-from commands import ROOT, Finished, Running, Train  # noqa: F401
+from commands import Finished, Refuse, Train
+from ranks import RANK_VARIABLES
 from src.engine.machine import hardware
 
 # A script starts `make test &` with Ctrl-C ignored, and every command of a test would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-Refuse = Callable[..., str]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_ranks, read_lines, resolved
 from torch import Tensor, nn
 
+from configs import read_lines, resolved
+from ranks import in_ranks
 from src.engine.machine.ranks import Ranks
 from src.engine.parallel.threaded_data_parallel import ThreadedDataParallel
 from src.engine.record.result import read_result

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finished, evaluate_batches, in_ranks, plain, resolved, run_warm
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 import evaluate as entry
+from commands import ROOT, Finished
+from configs import evaluate_batches, plain, resolved
+from ranks import in_ranks, run_warm
 from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict

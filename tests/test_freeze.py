@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import resolved, train_warm
 from torch import Tensor, nn
 
+from configs import resolved
+from ranks import train_warm
 from src.models.freeze import freeze, frozen_modules
 from src.train.optim import build_optimizer, build_schedule
 from src.train.step import TrainStep

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_warm
 from PIL import Image
 
 import train as entry
+from ranks import run_warm
 from src.data.check import check_data
 from src.engine.record.result import read_result
 from src.schema import Config, DataConfig

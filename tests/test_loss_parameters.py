@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_ranks, read_lines, resolved
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from configs import read_lines, resolved
+from ranks import in_ranks
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.engine.errors import NotFiniteError

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, resolved, run_warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,6 +22,9 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 import evaluate as entry
+from commands import ROOT
+from configs import resolved
+from ranks import run_warm
 from src.engine.data.samplers import TrainSampler, class_balance
 from src.engine.record.result import read_result
 from src.engine.runtime.evaluation import Evaluation

@@ -7,9 +7,9 @@ import math
 import pytest
 import timm.optim
 import torch
-from conftest import resolved
 from torch import nn
 
+from configs import resolved
 from src.engine.config.suggest import timm_optimizers
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import warm_ranks
 from hydra._internal.utils import get_args_parser
 
 import train
+from ranks import warm_ranks
 from src.engine.config.compose import compose_command, load_config
 from src.engine.launch import job
 from src.engine.machine.files import claim_folder

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import resolved, run_warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as entry
+from configs import resolved
+from ranks import run_warm
 from src.data.check import check_data, training_size
 from src.data.datasets import build_dataset
 from src.engine.data.csv_listing import path_key

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, resolved, run_warm
 from torch import nn
 from torch.profiler import profile
 
+from configs import TINY, resolved
+from ranks import run_warm
 from scripts import plan as plan_script
 from scripts.maintain.bench_measures import Training
 from scripts.maintain.gpu_speed import model_flops

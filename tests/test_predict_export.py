@@ -16,10 +16,11 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import Finished, Train, in_ranks, run_warm
 from PIL import Image
 from safetensors.torch import load_file
 
+from commands import Finished, Train
+from ranks import in_ranks, run_warm
 from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export, hub

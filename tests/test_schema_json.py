@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
+from commands import ROOT
 from scripts.schema import files
 from src.engine.keys import leaves
 from src.schema import Config

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_ranks, resolved
 from torch import nn
 
+from configs import resolved
+from ranks import in_ranks
 from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig

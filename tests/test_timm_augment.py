@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import resolved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
+from configs import resolved
 from src.data.erasing import Erasing
 from src.data.transforms import CropAndFlip, batch_step, train_transform
 from src.engine.data.dataset import InMemory

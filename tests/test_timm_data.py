@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import in_ranks, resolved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from configs import resolved
+from ranks import in_ranks
 from src.data.datasets import build_dataset
 from src.data.transforms import train_transform
 from src.engine.data import tar_index as tars

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import in_ranks, parse, resolved
 from PIL import Image
 from timm.data import create_transform
 from torch import nn
 from torchvision.transforms import v2
 
+from configs import parse, resolved
+from ranks import in_ranks
 from src.data.datasets import build_dataset
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.engine.config.compose import compose_command

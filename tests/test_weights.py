@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import Finished, resolved
 from PIL import Image
 from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
+from commands import Finished
+from configs import resolved
 from src.engine.machine.ranks import Ranks
 from src.models.build import build_model
 from src.models.weights import load_weights

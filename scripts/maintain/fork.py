@@ -21,7 +21,7 @@ RECIPES = (
     *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
 )
 # Files that a fork does not need, and the commands in them. A page names each of them on a separate line.
-OF_THE_TEMPLATE = ("scripts/maintain", "tests/maintain", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
+OF_THE_TEMPLATE = ("scripts/maintain", "tests/template", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
 COMMANDS = r"scripts/maintain|benchmarks\.md|make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
 DEMO = ("docs/figures/report.svg",)
 OLD_NAME = "timm-parallel"
@@ -34,8 +34,8 @@ NAMED = (
     "pyproject.toml",
     "CITATION.cff",
 )
-# A run folder of the template in pages and tests, also in a regular expression: outputs/(?:train|finetune).
-RUN_FOLDER = r"(outputs/(?:\(\S*?)?)\btrain\b"
+# A run folder of the template in pages.
+RUN_FOLDER = r"(outputs/)train\b"
 PULLING = f"""\
 Later fixes of the template, the front merged and the engine taken whole:
   git fetch <url of the template> main
@@ -82,8 +82,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
     _drop(root, OF_THE_TEMPLATE, COMMANDS)
-    # Runs are in outputs/<task_name>. The pages name such folders, and the tests replace them.
-    for page in [*_pages(root), *(root / "tests" / f"test_{tests}.py" for tests in ("bill", "commands"))]:
+    # Runs are in outputs/<task_name>, and the pages name such folders.
+    for page in _pages(root):
         text = page.read_text(encoding="utf-8")
         page.write_text(re.sub(RUN_FOLDER, rf"\1{name}", text), encoding="utf-8")
     if drop_demo:

@@ -15,7 +15,7 @@ from src.engine.record.result import read_metrics
 
 STEPS = 6
 SHORT = (f"train.max_steps={STEPS}", "train.log_every=1", "data.batch_size=48", "optim.warmup_epochs=0")
-FAULTY = ROOT / "tests" / "promises" / "faulty"
+FAULTY = ROOT / "tests" / "engine" / "promises" / "faulty"
 # A batch that no GPU can hold.
 HUGE = 8192
 
@@ -325,4 +325,4 @@ def compare_strategies(seconds: float) -> list[Row]:
         ]
 
 
-SYNC_BN = tests("tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")
+SYNC_BN = tests("tests/engine/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "engine"))
 
 from report_sweeps import Sweep
-
 from src.engine.report.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.architecture import (
+from architecture import (
     LIMITS,
     ROOT,
     find_cycle,

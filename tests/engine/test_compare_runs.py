@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
+from commands import ROOT
 from src.engine.config.arguments import CommandLine, errors_in_one_line, number
 from src.engine.record.curves import compare
 from src.engine.record.result import MetricsLog, Result, write_result

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from architecture import ROOT
 from src.schema import DATASETS, STRATEGIES
 from src.train.losses import LOSSES
 from src.train.metrics import METRICS
-from tests.engine.architecture import ROOT
 
 ENGINE = ROOT / "src" / "engine"
 # Registered names that are everyday words, so the engine needs the same word for something of its own -> its meaning there.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import in_ranks
 from torch.distributed import HashStore
 
+from ranks import in_ranks
 from src.engine.faults import heartbeat
 from src.engine.faults.stop import StopCoordinator
 from src.engine.machine.ranks import Ranks

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import resolved, tiny
 from hydra._internal.utils import get_args_parser
 
+from configs import resolved, tiny
 from src.engine.jobs import slurm_job as submitted
 from src.engine.jobs.scheduler import Requirement
 from src.engine.jobs.slurm_job import SlurmJob, SlurmQueue

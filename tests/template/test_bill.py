@@ -1,0 +1,540 @@
+"""Cost of each extension in docs/extend.md: the tests write its code to a scratch copy, count the files and run it.
+
+The code blocks of the page are the code under test. All examples share one copy, so they must also work together.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from sklearn.metrics import f1_score
+
+from configs import read_lines, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+BILL = {
+    "A model": 2,
+    "A dataset": 2,
+    "A metric": 1,
+    "A training metric": 1,
+    "A loss": 2,
+    "A loss with parameters": 1,
+    "An auxiliary loss": 1,
+    "A parameter-group rule": 1,
+    "A schedule": 2,
+    "Regression": 5,
+    "A training loop": 2,
+    "LoRA": 3,
+    "A tracker": 2,
+    "A strategy": 2,
+}
+SMALL = (
+    "print_config=false",
+    "parallel.threads_per_device=1",
+    "train.epochs=1",
+    "train.max_steps=3",
+    "train.log_every=1",
+    "data.limit_train=48",
+    "data.batch_size=16",
+)
+
+
+@dataclass
+class Example:
+    """A section of docs/extend.md with its files and commands."""
+
+    blocks: list[tuple[str, str]]  # (language, text)
+
+    @property
+    def commands(self) -> list[str]:
+        return [line for language, text in self.blocks if language == "bash" for line in text.splitlines()]
+
+    def files(self) -> set[str]:
+        """Return the names of the files that the section shows."""
+        return {text.split(maxsplit=2)[1] for language, text in self.blocks if language != "bash"}
+
+    def follow(self, copy: Path) -> set[str]:
+        """Write the files of the section to the copy and return the names of the changed files."""
+        touched = set()
+        for language, text in self.blocks:
+            if language == "bash":
+                continue
+            mark, name = text.split(maxsplit=2)[:2]
+            if language == "diff":
+                assert mark == "---", text
+                change(copy / name, text.partition("\n")[2])
+            else:
+                assert mark == "#", text
+                assert not (copy / name).exists()
+                (copy / name).write_text(text, encoding="utf-8")
+            touched.add(name)
+        return touched
+
+
+def change(path: Path, diff: str) -> None:
+    """Apply a diff. The old text of each hunk must occur exactly once in the file."""
+    text = path.read_text(encoding="utf-8")
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        if not old.strip():
+            raise AssertionError(f"{path}: hunk has no old line that locates it: {hunk}")
+        assert text.count(old) == 1, (path, old)
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+
+
+def examples() -> dict[str, Example]:
+    sections = re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:]
+    blocks = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return {name: Example(blocks.findall(text)) for name, text in zip(sections[::2], sections[1::2], strict=True)}
+
+
+EXAMPLES = examples()
+STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
+# Examples that replace code which other examples need.
+ALONE = ("An auxiliary loss", "Regression", "A training loop")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the project and apply every example; `bill.json` of the copy lists the files that each example changed."""
+    copy = tmp_path_factory.mktemp("fork")
+    for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
+        shutil.copy(ROOT / name, copy)
+    for folder in ("src", "conf", "scripts"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "keys.md", copy / "docs")
+    bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items() if name not in ALONE}
+    bill |= {name: sorted(example.files()) for name, example in EXAMPLES.items() if name in ALONE}
+    (copy / "bill.json").write_text(json.dumps(bill))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def npz(scratch: Path) -> Path:
+    """Gray images of 2 classes, brighter in the second, in the arrays of MedMNIST."""
+    draw, arrays = np.random.default_rng(0), {}
+    for name, count in (("train", 64), ("val", 16), ("test", 8)):
+        labels = np.arange(count)[:, None] % 2
+        noise = draw.integers(0, 100, (count, 32, 32))
+        arrays[f"{name}_images"] = (noise + 150 * labels[..., None]).astype(np.uint8)
+        arrays[f"{name}_labels"] = labels.astype(np.uint8)
+    file = scratch / "medmnist.npz"
+    np.savez(file, **arrays)
+    return file
+
+
+def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> Path:
+    """Run a command of the page in the copy with fewer steps, and return the folder of the run or sweep."""
+    if line == "make schema":
+        line = "python scripts/schema.py"
+        command = [sys.executable, *shlex.split(line)[1:]]
+        folder = copy
+    else:
+        folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
+        given = [*shlex.split(line)[2:], *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
+        command = [sys.executable, "train.py", *chosen.values()]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    return folder
+
+
+def result(folder: Path) -> dict[str, Any]:
+    actual: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    assert actual["status"] == "done"
+    return actual
+
+
+def module(copy: Path, name: str) -> Any:
+    """Import a file of the copy as a separate module."""
+    spec = importlib.util.spec_from_file_location(f"scratch_{Path(name).stem}", copy / name)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded  # where its dataclasses look for their annotations
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
+    bill = json.loads((scratch / "bill.json").read_text())
+    assert {name: len(files) for name, files in bill.items()} == BILL
+    assert not [file for files in bill.values() for file in files if "engine" in file], "an example changes the engine"
+
+
+def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
+    bill = json.loads((scratch / "bill.json").read_text())
+    together = {file for name, files in bill.items() if name not in ALONE for file in files}
+    for copy, files in ((scratch, together), *((alone(name), bill[name]) for name in ALONE)):
+        python = sorted(file for file in files if file.endswith(".py"))
+        for overrides in (("check",), ("format", "--check")):
+            command = [sys.executable, "-m", "ruff", *overrides, "--no-cache", *python]
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, done.stdout
+
+
+def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
+    anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
+    assert re.findall(r"\]\((#[\w-]+)\)", PAGE) == anchors
+    assert all(example.commands for example in EXAMPLES.values())
+
+
+def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
+    metrics = module(scratch, "src/train/metrics.py")
+    truth, answers = (torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
+    confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
+    actual = metrics.METRICS["f1"].from_sums(confusion, 200)
+    assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
+
+
+def test_poly_loss_of_a_batch_equals_the_mean_loss_of_its_two_halves(scratch: Path) -> None:
+    poly = module(scratch, "src/train/poly.py").PolyLoss
+    outputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2])
+    halves = [poly(2.0)(outputs[part], targets[part]) for part in (slice(0, 4), slice(4, 8))]
+    assert sum(halves) / 2 == pytest.approx(poly(2.0)(outputs, targets))
+    assert poly(0.0)(outputs, targets) == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets))
+
+
+def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_size(scratch: Path, npz: Path) -> None:
+    from src.schema import DataConfig
+
+    dataset_class = module(scratch, "src/data/npz.py").Npz
+    data = dataset_class(DataConfig(root=str(npz)))
+    assert [len(split) for split in (data.train, data.val, data.test)] == [64, 16, 8]
+    assert data.class_names == ["0", "1"]
+    assert (data.in_chans, data.image_size) == (1, 32)
+    with np.load(npz) as arrays:
+        image, label = data.train[5]
+        assert image.tolist() == [arrays["train_images"][5].tolist()]
+        assert label == arrays["train_labels"][5, 0]
+    with pytest.raises(ValueError, match=r"data\.image_size=64"):
+        dataset_class(DataConfig(root=str(npz), image_size=64))
+
+
+def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch: Path) -> None:
+    add_lora = module(scratch, "src/models/lora.py").add_lora
+    model = timm.create_model("test_vit", num_classes=3).eval()
+    images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    before = model(images)
+    names = set(model.state_dict())
+    merged = timm.create_model("test_vit", num_classes=3).eval()
+    add_lora(model, 2)
+    assert torch.equal(model(images), before)
+    assert names < set(model.state_dict())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] if "lora_" in name else name for name in trained} == {
+        "lora_a",
+        "lora_b",
+        "head.weight",
+        "head.bias",
+    }
+    weights = model.state_dict()
+    for name in [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]:
+        weights[f"{name}.lora_b"].normal_(generator=torch.Generator().manual_seed(1))
+        product = weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
+        merged.get_submodule(name).weight.data = weights[f"{name}.weight"] + product
+    merged.load_state_dict({k: v for k, v in weights.items() if "lora_" not in k and ".attn." not in k}, strict=False)
+    biases = {k: v for k, v in weights.items() if k.endswith("bias")}
+    merged.load_state_dict(biases, strict=False)
+    assert not torch.equal(model(images), before)
+    assert torch.allclose(model(images), merged(images), atol=1e-4)
+    with pytest.raises(ValueError, match=r"model\.lora_rank=2"):
+        add_lora(timm.create_model("test_resnet"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+class TestCommands:
+    def test_custom_model_trains_on_one_and_two_devices(self, scratch: Path) -> None:
+        alone, both = [run(scratch, line) for line in EXAMPLES["A model"].commands]
+        assert result(alone)["model"] == result(both)["model"] == "src.models.patches.Patches"
+        assert result(both)["world_size"] == 2
+        assert result(both)["parameters"] > result(alone)["parameters"]
+
+    def test_custom_dataset_trains_on_one_and_two_devices(self, scratch: Path, npz: Path) -> None:
+        for command, world_size in zip(EXAMPLES["A dataset"].commands, (1, 2), strict=True):
+            line = command.replace("/data/medmnist.npz", str(npz))
+            alone = ("parallel=single",) if world_size == 1 else ()
+            actual = result(run(scratch, line, "model=tiny", "data.limit_train=null", *alone))
+            assert actual["world_size"] == world_size
+            assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
+
+    def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
+        actual = result(folder)
+        assert actual["objective"] == actual["val"]["f1_best"]
+        assert [line for line in read_lines(folder / "metrics.jsonl") if "val/f1" in line]
+        events = EventAccumulator(str(folder / "tensorboard")).Reload()
+        assert "val/f1" in events.Tags()["scalars"]
+
+    def test_custom_loss_trains_on_one_and_two_devices(self, scratch: Path) -> None:
+        for command in EXAMPLES["A loss"].commands:
+            for devices in (1, 2):
+                overrides = (
+                    "model=tiny",
+                    f"parallel={'ddp' if devices > 1 else 'single'}",
+                    f"parallel.devices={devices}",
+                )
+                result(run(scratch, command, *overrides))
+
+    def test_custom_loss_with_parameters_trains_its_class_centers_on_one_and_two_devices(self, scratch: Path) -> None:
+        """tests/test_loss_parameters.py trains the same code under every strategy."""
+        curves, centers = [], []
+        for overrides in STRATEGIES:
+            folder = run(scratch, EXAMPLES["A loss with parameters"].commands[0], "model=tiny", *overrides)
+            contents = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+            assert contents["model"]["head.weight"].shape[0] == 74
+            centers.append(contents["train_step"]["criterion.centers"])
+            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+        assert torch.allclose(*centers, atol=1e-4)
+
+    def test_custom_training_metric_is_logged_per_step_and_in_result_json(self, scratch: Path) -> None:
+        for overrides in (("parallel=single", "parallel.devices=1"), ()):
+            folder = run(scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides)
+            logged = [line["train/confidence"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+            assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
+            assert 0.1 <= result(folder)["train"]["confidence"] <= 1
+
+    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(self, scratch: Path) -> None:
+        line = EXAMPLES["A parameter-group rule"].commands[0]
+        for overrides in STRATEGIES:
+            folder = run(scratch, line, "model=tiny", *overrides)
+            groups = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"]["param_groups"]
+            assert [group["weight_decay"] for group in groups] == [0.0, 0.3]
+            model = timm.create_model("vit_tiny_patch16_224", depth=2)
+            matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
+            decayed = [name for name in matrices if "embed" not in name and "token" not in name]
+            assert len(groups[1]["params"]) == len(decayed)
+
+    def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(self, scratch: Path) -> None:
+        schema, line = EXAMPLES["A schedule"].commands
+        run(scratch, schema)
+        for overrides in STRATEGIES:
+            settings = ("model=tiny", "train.max_steps=null", "data.limit_train=64", "optim.min_lr=1e-3")
+            folder = run(scratch, line, *settings, "optim.warmup_lr=1e-3", *overrides)
+            rates = [entry["lr"] for entry in read_lines(folder / "metrics.jsonl") if "lr" in entry]
+            assert rates == pytest.approx([0.001, 0.0015, 0.002, 0.0015])
+        command = [sys.executable, "train.py", "optim.sched=triangle", "optim.warmup_epochs=1"]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 2
+        assert "optim.warmup_epochs=1.0: " in done.stderr
+
+    def test_lora_training_changes_only_adapters_and_head_under_single_dp_and_ddp(self, scratch: Path) -> None:
+        schema, plain, tuned = EXAMPLES["LoRA"].commands
+        run(scratch, schema)
+        placeholder = Path("outputs/train/2026-01-01/12-00-00-000000")
+        first = run(scratch, plain, "model=tiny", folder=scratch / placeholder)
+        before = torch.load(first / "checkpoints/best.pt", weights_only=True)["model"]
+        curves = []
+        for overrides in (*STRATEGIES, ("parallel=dp", "parallel.devices=2")):
+            line = tuned.replace(f"{placeholder}", f"{scratch / placeholder}")
+            folder = run(scratch, line, "checkpoint.metric=val/loss", *overrides)
+            after = torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+            assert before.keys() < after.keys()
+            assert {name.partition(".")[0] for name in before if not torch.equal(after[name], before[name])} == {"head"}
+            adapters = [after[name] for name in after if name.endswith("lora_b")]
+            assert len(adapters) == 4
+            assert all(adapter.any() for adapter in adapters)
+            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+        assert curves[0] == pytest.approx(curves[2], rel=1e-4)
+        command = [sys.executable, "evaluate.py", f"run={folder}", "split=val", "checkpoint=last"]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout)["loss"] == pytest.approx(result(folder)["val"]["loss"])
+
+    def test_custom_tracker_receives_the_values_of_metrics_jsonl(self, scratch: Path) -> None:
+        alone, both = EXAMPLES["A tracker"].commands
+        folder = run(scratch, alone, "model=tiny", "parallel=ddp", "parallel.devices=2")
+        assert not (folder / "tensorboard").exists()
+        run(scratch, f"python train.py resume={folder} train.max_steps=5 train.epochs=9", folder=folder)
+        with open(folder / "numbers.csv", newline="") as file:
+            rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+        logged = read_lines(folder / "metrics.jsonl")
+        numbers = [(line["step"], name, value) for line in logged for name, value in line.items() if "/" in name]
+        # Both attempts evaluate at their last step, so both files have a line for each of the two evaluations.
+        assert [row for row in rows if "/" in row[1]] == numbers
+        folder = run(scratch, both, "model=tiny")
+        assert (folder / "tensorboard").exists() and (folder / "numbers.csv").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a copy with one example of ALONE, which cannot be combined with other examples."""
+
+    def copy_with(name: str) -> Path:
+        copy = tmp_path_factory.mktemp("alone")
+        for file in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
+            shutil.copy(ROOT / file, copy)
+        for folder in ("src", "conf"):
+            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+        EXAMPLES[name].follow(copy)
+        return copy
+
+    return copy_with
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_regression_example_reaches_same_error_under_single_and_ddp(alone: Callable[[str], Path]) -> None:
+    copy = alone("Regression")
+    actual = []
+    for overrides in STRATEGIES:
+        folder = run(copy, EXAMPLES["Regression"].commands[0], "model=tiny", "data.limit_train=null", *overrides)
+        numbers = result(folder)
+        assert numbers["objective"] == numbers["val"]["mae_best"]
+        assert numbers["val"]["samples"] == 64 and "acc" not in numbers["val"]
+        assert {"loss", "mae"} == numbers["train"].keys()
+        actual.append(numbers["val"]["mae"])
+    assert actual[0] == pytest.approx(actual[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
+    scratch: Path, alone: Callable[[str], Path]
+) -> None:
+    copy, line = alone("An auxiliary loss"), EXAMPLES["An auxiliary loss"].commands[0]
+    without = read_lines(run(scratch, line, *STRATEGIES[0], "parallel.devices=1") / "metrics.jsonl")[0]
+    logged = []
+    for overrides in (("parallel=single", "parallel.devices=1"), ()):
+        folder = run(copy, line, *overrides)
+        lines = [entry for entry in read_lines(folder / "metrics.jsonl") if "train/loss" in entry]
+        assert lines[0]["train/loss"] - without["train/loss"] == pytest.approx(
+            1e-4 * lines[0]["train/z_loss"], rel=0.01
+        )
+        logged.append([entry["train/z_loss"] for entry in lines])
+        assert result(folder)["train"]["z_loss"] == pytest.approx(np.mean(logged[-1]))
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], Path]) -> None:
+    copy = alone("A training loop")
+    file = copy / "src/train/plain_loop.py"
+    # Four steps of 1.5 s: together longer than the limit, each of them shorter.
+    slower = file.read_text().replace("        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n")
+    file.write_text(slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n"))
+    for overrides in STRATEGIES:
+        line = EXAMPLES["A training loop"].commands[0]
+        limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
+        assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
+
+
+BUSY = (
+    "model=patches",
+    "train.loss=src.train.poly.PolyLoss",
+    "checkpoint.metric=val/f1_ema",
+    "optimized_metric=val/f1",
+    "model.ema.decay=0.5",
+    "optim.clip_grad=1",
+    "train.accumulate=2",
+    "optim.sched=constant",
+    "data.limit_train=128",
+    "train.max_steps=null",
+)
+
+
+LOCAL_SGD = (
+    "parallel.strategy=src.parallel.local_sgd.LocalSgd",
+    "parallel.process_per_device=true",
+    "parallel.devices=2",
+)
+
+
+@pytest.fixture(scope="module")
+def averaged(scratch: Path) -> Path:
+    """Train two epochs under local SGD with a resume after the first, as on the page."""
+    first, again = EXAMPLES["A strategy"].commands
+    folder = run(scratch, first, *BUSY)
+    line = again.replace("outputs/train/2026-01-01/12-00-00-000000", str(folder))
+    command = [sys.executable, "train.py", *shlex.split(line)[2:3], "train.epochs=2"]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_custom_model_loss_and_metric_train_under_local_sgd(averaged: Path) -> None:
+    actual = result(averaged)
+    assert actual["world_size"] == 2
+    assert actual["strategy"] == "src.parallel.local_sgd.LocalSgd"
+    assert actual["proof"]["hashes_equal"]
+    assert actual["objective"] == actual["val"]["f1"]
+    assert actual["val"]["samples"] == 270
+    logged = [line for line in read_lines(averaged / "metrics.jsonl") if "val/f1" in line]
+    assert len(logged) == 2
+    assert "val/f1_ema" in logged[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_evaluate_py_reproduces_best_metric_with_and_without_local_sgd(scratch: Path, averaged: Path) -> None:
+    best = max(line["val/f1_ema"] for line in read_lines(averaged / "metrics.jsonl") if "val/f1_ema" in line)
+    for overrides in ((), LOCAL_SGD):
+        command = [sys.executable, "evaluate.py", f"run={averaged}", "split=val", *overrides]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        actual = {numbers["weights"]: numbers["f1"] for numbers in map(json.loads, done.stdout.splitlines())}
+        assert actual["ema"] == pytest.approx(best)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
+    settings = (*BUSY, "optim=sgd", "optim.clip_grad=null")
+    ways = (("parallel=ddp", "parallel.devices=2"), (*LOCAL_SGD, "+parallel.options.period=1"))
+    ways += ((*LOCAL_SGD, "+parallel.options.period=3"),)
+    folders = [run(scratch, "python train.py", *settings, *overrides) for overrides in ways]
+    for key in ("train/loss", "val/loss", "val/loss_ema"):
+        ddp, same, other = ([line[key] for line in read_lines(at / "metrics.jsonl") if key in line] for at in folders)
+        assert same == pytest.approx(ddp, rel=1e-5), key
+        assert other != pytest.approx(ddp, rel=1e-5), key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("checkpoint.metric=val/f2",), "did you mean val/f1"),
+        (("optimized_metric=val/f2",), "did you mean val/f1"),
+        (("train.loss=fokal",), "did you mean focal"),
+        (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such strategy"),
+        (("parallel.strategy=src.parallel.local_sgd.LocalSgd",), "parallel.process_per_device"),
+        (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.processes
+def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
+    scratch: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    command = [sys.executable, "train.py", *tiny(*overrides)]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,24 @@
+"""scripts/maintain/chaos.py, shortened: a run with injected faults and resumes matches an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import Train
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.processes
+def test_run_with_injected_faults_matches_undisturbed_run(train: Train, tmp_path: Path) -> None:
+    arguments = ["--minutes", "0", "--faults", "3", "--seed", "5", "--epochs", "15", "--out", str(tmp_path / "chaos")]
+    done = train.start_command([sys.executable, "scripts/maintain/chaos.py", *arguments], tmp_path).finish()
+    assert done.returncode == 0, done.output
+    report = json.loads((tmp_path / "chaos" / "faults.json").read_text())
+    assert report["complaints"] == []
+    assert report["runs"] >= 1
+    assert len(report["faults"]) >= 3, done.output
+    assert "equal to the undisturbed one" in done.stdout

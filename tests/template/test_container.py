@@ -1,0 +1,106 @@
+"""Container files have the documented properties, and the notebook runs. No image is built: see docs/container.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from commands import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+NOTEBOOK = ROOT / "notebooks" / "compare.ipynb"
+
+
+def services(name: str = "compose.yaml") -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))["services"])
+
+
+def stages() -> dict[str, str]:
+    """Return the text of the Dockerfile by build stage."""
+    parts = re.split(r"(?m)^FROM \S+ AS (\w+)$", DOCKERFILE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_dockerfile_installs_requirements_lock_with_hashes_in_one_stage() -> None:
+    assert "ARG BASE=" in DOCKERFILE
+    assert set(stages()) == {"packages", "train", "tensorboard", "jupyter"}
+    with_packages = [name for name, text in stages().items() if "requirements.lock" in text]
+    assert with_packages == ["packages"]
+    assert "--require-hashes -r requirements.lock" in stages()["packages"]
+
+
+def test_dockerfile_has_the_c_compiler_that_torch_compile_calls_on_a_gpu() -> None:
+    [installed] = re.findall(
+        r"(?m)^RUN apt-get update && apt-get install (.*?) && rm -rf /var/lib/apt/lists", DOCKERFILE
+    )
+    assert {"gcc", "libc6-dev"} <= set(installed.split())
+    assert installed in stages()["packages"]
+
+
+def test_dockerfile_runs_as_non_root_user_without_ssh_server() -> None:
+    for name in ("train", "jupyter"):
+        assert re.search(r"(?m)^USER 1000$", stages()[name]), name
+        assert stages()[name].index("USER 1000") < stages()[name].index("CMD")
+    assert "sshd" not in DOCKERFILE
+    assert "docker exec" in DOCKERFILE
+
+
+def test_compose_file_publishes_ports_on_loopback_only() -> None:
+    ports = [port for service in services().values() for port in service.get("ports", [])]
+    assert len(ports) == 2
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    assert "0.0.0.0" not in DOCKERFILE, "expected loopback only when the image is started without compose"
+
+
+def test_compose_services_have_build_targets_and_shared_memory() -> None:
+    actual = services()
+    assert {name: service["build"]["target"] for name, service in actual.items()} == {
+        name: name for name in ("train", "tensorboard", "jupyter")
+    }
+    assert set(actual) <= set(stages())
+    assert actual["train"]["shm_size"] == "8gb"
+    assert list(services("compose.gpu.yaml")) == ["train"]
+
+
+def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {".git", ".venv", ".env", "outputs", "data", "conf/local/default.yaml", "conf/local/slurm.sh"} <= set(
+        ignored
+    )
+
+
+def test_devcontainer_builds_a_stage_of_the_dockerfile() -> None:
+    actual = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    place = ROOT / ".devcontainer" / actual["build"]["dockerfile"]
+    assert place.resolve() == ROOT / "Dockerfile"
+    assert actual["build"]["target"] in stages()
+
+
+def test_notebook_has_no_outputs_and_jupyter_is_not_a_runtime_requirement() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") for cell in cells)
+    runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert "jupyter" not in runtime
+    assert "nbclient" not in runtime
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.processes
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))), reason="needs requirements-notebook.txt"
+)
+def test_notebook_runs_and_shows_plots_and_the_report(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    shown = json.dumps(notebook["cells"])
+    assert "image/png" in shown, "expected plots of the curves"
+    assert "text/markdown" in shown, "expected the report"

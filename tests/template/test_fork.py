@@ -1,0 +1,161 @@
+"""`make fork` renames a clone, which can merge later template updates; tested in a scratch copy with git."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT
+from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, PULLING, RECIPES, fork
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
+]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
+    done = subprocess.run(
+        ["git", *who, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """Create a repository with the files of this working tree that git tracks or would add."""
+    folder = tmp_path / "template"
+    names = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in names:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git(folder.parent, "init", "-q", "-b", "main", str(folder))
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "the template")
+    return folder
+
+
+@pytest.fixture
+def clone(template: Path, tmp_path: Path) -> Path:
+    git(tmp_path, "clone", "-q", str(template), "mine")
+    return tmp_path / "mine"
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -> None:
+    commit = git(clone, "rev-parse", "HEAD").strip()
+    fork(clone, "my_project", "Ada Example", drop_demo=False)
+    assert read(clone / "README.md").startswith("# my_project\n")
+    assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
+    assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
+    assert json.loads(read(clone / ".template.json")) == {"name": "my_project", "template_commit": commit}
+    pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
+    assert "outputs/train" not in pages
+    assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
+    texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
+    assert [path.name for path in texts if OLD_NAME.encode() in path.read_bytes()] in ([], ["CHANGELOG.md"])
+
+
+@pytest.mark.parametrize("name", ["", "My Project", "my-project", "1st", "class", "../x", "a/b"])
+def test_make_fork_refuses_an_invalid_package_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="NAME="):
+        fork(tmp_path, name, "", drop_demo=False)
+
+
+def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) -> None:
+    (clone / "note").write_text("mine")
+    with pytest.raises(ValueError, match=r"NAME=mine: .*uncommitted"):
+        fork(clone, "mine", "", drop_demo=False)
+    (clone / "note").unlink()
+    fork(clone, "mine", "Ada", drop_demo=False)
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "mine")
+    with pytest.raises(ValueError, match=r"NAME=other: .*\(mine"):
+        fork(clone, "other", "", drop_demo=False)
+
+
+def test_template_update_of_a_fork_replaces_engine_and_merges_user_code(template: Path, clone: Path) -> None:
+    """Run the update commands that `make fork` prints."""
+    fork(clone, "mine", "Ada", drop_demo=False)
+    (clone / "src" / "models" / "own.py").write_text("# mine\n")
+    engine = clone / "src" / "engine" / "faults" / "liveness.py"
+    engine.write_text(read(engine) + "# changed against advice\n")
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "mine")
+    newer = template / "src" / "engine" / "machine" / "newer.py"
+    newer.write_text("# newer\n")
+    bench = Path("scripts") / "maintain" / "bench.py"
+    (template / bench).write_text(read(template / bench) + "# a fix that no fork needs\n")
+    (template / "src" / "engine" / "faults" / "liveness.py").write_text("# rewritten\n")
+    losses = template / "src" / "train" / "losses.py"
+    losses.write_text(read(losses) + "# a fix\n")
+    git(template, "add", "-A")
+    git(template, "commit", "-qm", "a fix")
+    for line in PULLING.splitlines()[1:]:
+        arguments = line.strip().replace("<url of the template>", str(template))
+        arguments = (
+            "git -c user.name=Ada -c user.email=a@b.c commit -qm taken" if arguments == "git commit" else arguments
+        )
+        arguments = arguments.replace("git merge", "git -c user.name=Ada -c user.email=a@b.c merge")
+        done = subprocess.run(
+            ["bash", "-c", arguments], cwd=clone, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0 or "merge" in arguments, done.stderr
+    assert git(clone, "status", "--porcelain") == ""
+    assert read(engine) == "# rewritten\n"
+    assert (clone / "src" / "engine" / "machine" / "newer.py").exists()
+    assert read(clone / "src" / "train" / "losses.py").endswith("# a fix\n")
+    assert (clone / "src" / "models" / "own.py").exists()
+    assert not (clone / bench).exists()
+    assert read(clone / "README.md").startswith("# mine\n")
+
+
+def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> None:
+    fork(clone, "mine", "Ada", drop_demo=False)
+    assert not [path for path in OF_THE_TEMPLATE if (clone / path).exists()]
+    assert {path.name for path in (clone / "scripts").glob("*.py")} >= {"install.py", "schema.py", "doctor.py"}
+    pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
+    assert [page.name for page in pages if page.name != "CHANGELOG.md" and re.search(COMMANDS, read(page))] == []
+    done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
+    assert "make train" in done.stdout and "make bench" not in done.stdout
+
+
+def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) -> None:
+    fork(clone, "mine", "Ada", drop_demo=True)
+    assert not [recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()]
+    assert (clone / "conf" / "experiment" / "compare.yaml").exists()
+    pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
+    assert not [page for page in pages if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)]
+    assert not (clone / "docs" / "figures" / "report.svg").exists()
+
+
+@pytest.mark.slow(seconds=80)
+@pytest.mark.processes
+def test_forked_template_without_demo_experiments_passes_the_fast_tests(clone: Path) -> None:
+    fork(clone, "mine", "Ada", drop_demo=True)
+    names = ("readme", "makefile", "config_refusals", "schema_json", "first_hour")
+    named = ["tests/engine/test_architecture.py", *(f"tests/test_{name}.py" for name in names)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not processes",
+        *named,
+    ]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

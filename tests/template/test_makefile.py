@@ -1,0 +1,168 @@
+"""`make` lists its targets, and installs only the requirements of a target, once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = re.compile(r"^([a-z][a-z-]*):(?!=)", re.MULTILINE)
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
+]
+
+
+def make(*arguments: str, folder: Path = ROOT) -> str:
+    # The environment holds the variables of a make that runs these tests: `make test VENV=… ARGS=…`.
+    given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
+    environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
+    done = subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def makefiles() -> str:
+    """Return the text of the Makefile, including the template-only targets unless this is a fork."""
+    files = [ROOT / "Makefile", *(ROOT / "scripts").glob("*/targets.mk")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Copy the files that make reads to a folder without a virtual environment."""
+    for name in ("Makefile", "requirements.txt", "requirements.lock", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def touch(path: Path, time: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (time, time))
+
+
+def make_stamps(checkout: Path, *names: str) -> None:
+    """Create a .venv in the folder with stamp files that are newer than the requirements."""
+    for name in ("requirements.txt", "requirements.lock", "requirements-dev.txt", "Makefile"):
+        touch(checkout / name, 1_000_000)
+    touch(checkout / ".venv" / "bin" / "python", 1_000_000)
+    (checkout / ".venv" / "bin" / "python").chmod(0o755)
+    for age, name in enumerate(names):
+        touch(checkout / ".venv" / name, 2_000_000 + age)
+
+
+def test_make_help_lists_every_target_on_one_line() -> None:
+    targets = set(TARGET.findall(makefiles()))
+    assert {"help", "train", "compare", "test", "test-fast", "check"} <= targets
+    lines = make("help").splitlines()
+    listed = [re.fullmatch(r"  make ([a-z-]+) +(\S.*)", line) for line in lines]
+    assert all(listed), lines
+    assert sorted(match.group(1) for match in listed if match) == sorted(targets)
+    assert max(map(len, lines)) <= 120
+
+
+def test_every_make_target_is_phony() -> None:
+    """A file with the name of a target would otherwise disable the target."""
+    text = makefiles()
+    phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(" ".join(phony).split()) == set(TARGET.findall(text))
+
+
+def test_make_without_a_target_prints_help() -> None:
+    assert make() == make("help")
+
+
+def test_make_train_installs_only_runtime_requirements(checkout: Path) -> None:
+    commands = make("-n", "train", folder=checkout)
+    installed = re.findall(r"install\.py (\S+)", commands)
+    assert installed == ["requirements.lock"]
+    assert "python3 -m venv .venv" in commands
+    assert commands.strip().splitlines()[-1].strip() == ".venv/bin/python train.py"
+
+
+def test_make_test_installs_runtime_and_development_requirements(checkout: Path) -> None:
+    assert re.findall(r"install\.py (\S+)", make("-n", "test", folder=checkout)) == [
+        "requirements.lock",
+        "requirements-dev.txt",
+    ]
+
+
+def test_make_train_uses_python_venv_and_args_variables_of_the_command_line(checkout: Path) -> None:
+    commands = make("-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout)
+    assert "python3.12 -m venv /elsewhere/env" in commands
+    assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
+    assert ".venv" not in commands
+
+
+@pytest.mark.parametrize(
+    ("target", "stamps"), [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))]
+)
+def test_make_installs_nothing_when_requirements_of_the_target_are_installed(
+    checkout: Path, target: str, stamps: tuple[str, ...]
+) -> None:
+    make_stamps(checkout, *stamps)
+    commands = make("-n", target, folder=checkout)
+    assert "install" not in commands
+    assert "venv " not in commands
+    assert len(commands.splitlines()) == 1
+
+
+def test_make_installs_a_requirements_file_again_when_the_file_has_changed(checkout: Path) -> None:
+    for name in ("requirements.txt", "requirements.lock"):
+        make_stamps(checkout, "runtime", "development")
+        touch(checkout / name, 3_000_000)
+        assert "install.py requirements.lock" in make("-n", "train", folder=checkout)
+    make_stamps(checkout, "runtime", "development")
+    touch(checkout / "requirements-dev.txt", 3_000_000)
+    assert "install" not in make("-n", "train", folder=checkout)
+    assert "install.py requirements-dev.txt" in make("-n", "test", folder=checkout)
+
+
+def test_make_lock_needs_no_installed_runtime(checkout: Path) -> None:
+    touch(checkout / ".venv" / "bin" / "python", 1_000_000)
+    commands = make("-n", "lock", folder=checkout)
+    assert "install.py" not in commands and "uv==" in commands and "uv pip compile" in commands
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_requirements_files_pin_every_package_to_an_exact_version(name: str) -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    pins = [line for line in lines if line and line != "-r requirements.txt"]
+    assert pins
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", pin)] == []
+
+
+def test_runtime_requirements_do_not_include_development_tools() -> None:
+    runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8").lower()
+    assert [tool for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit") if f"\n{tool}" in runtime] == []
+
+
+def test_ci_script_calls_make_lint_make_test_and_only_existing_targets() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!")
+    assert "make lint" in text
+    assert re.search(r"^make test", text, re.MULTILINE)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=300)
+    for target in re.findall(r"^make (\S+)", text, re.MULTILINE):
+        make("-n", target)
+
+
+def test_github_workflow_runs_ci_script_and_portable_tests_with_a_timeout() -> None:
+    """The workflow has not run yet, so at least the scripts, markers and requirements in it must exist."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert runs == [".ci/run", "python -m pip install -r requirements-dev.txt", "python -m pytest -m portable"]
+    assert '"portable: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert jobs["portable"]["runs-on"] == "${{ matrix.os }}"
+    assert all("timeout-minutes" in job for job in jobs.values())
