@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sklearn.calibration import calibration_curve
 from sklearn.metrics import average_precision_score, f1_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
@@ -25,10 +23,9 @@ import evaluate as entry
 from commands import ROOT
 from configs import resolved
 from ranks import run_warm
-from src.engine.data.samplers import TrainSampler, class_balance
 from src.engine.record.result import read_result
 from src.engine.runtime.evaluation import Evaluation
-from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
+from src.engine.runtime.predictions import prediction_table
 from src.schema import AugmentConfig, TrainConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
@@ -85,20 +82,6 @@ def test_multilabel_map_and_macro_f1_match_scikit_learn(rows: tuple[list[list[fl
     counts = count_labels(scores, labels, torch.zeros(0))
     predicted = scores.sigmoid() >= 0.5
     assert macro_f1(counts, len(scores)) == pytest.approx(f1_score(labels, predicted, average="macro", zero_division=0))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
-def test_calibration_error_matches_scikit_learn_calibration_curve(images: int, classes: int, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.randn(images, classes, generator=draw) * 3
-    labels = torch.randint(classes, (images,), generator=draw)
-    sums = count_by_confidence(lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64))
-    confidence, predicted = scores.softmax(1).max(1)
-    share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
-    counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
-    expected = (np.abs(share - mean) * counts[counts > 0]).sum() / images
-    assert calibration_error(sums, images) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +144,6 @@ def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_pat
     assert average_precision_score(read_labels.to_numpy(), read_scores.to_numpy(), average="macro") == pytest.approx(
         expected, abs=1e-9
     )
-
-
-def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
-    rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
-    table = prediction_table(Evaluation(2, {}, {}, rows), None, list("abcdefg"), lambda scores: scores.softmax(1))
-    places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
-    assert list(table.columns) == ["path", "label", *places]
-    assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
 
 
 @pytest.mark.slow(seconds=5)
@@ -309,48 +284,3 @@ def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(s
         each = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
         expected = (each * torch.tensor(config.class_weights)[labels]).mean()
         assert criterion(scores, labels).item() == pytest.approx(expected.item())
-
-
-LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
-
-
-def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
-    weights = class_balance(LONG_TAIL, balance)
-    return TrainSampler(len(LONG_TAIL), 100, rank, world_size, seed=3, weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
-)
-def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
-    balance: float, shares: tuple[float, ...]
-) -> None:
-    drawn: Counter[int] = Counter()
-    one = sampler(0, 1, balance)
-    for epoch in range(20):
-        one.start_at(epoch)
-        drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
-    for label, share in enumerate(shares):
-        # Five standard deviations.
-        assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: int) -> None:
-    whole = sampler(0, 1, 1.0)
-    whole.start_at(5)
-    drawn = whole.shard().tolist()
-    assert len(set(drawn)) == len(drawn) == 1000, (
-        "expected distinct numbers, because two draws of an image need different augmentations"
-    )
-    shards: list[Tensor] = []
-    for rank in range(world_size):
-        own = sampler(rank, world_size, 1.0)
-        own.start_at(5)
-        shards.append(own.shard())
-    assert torch.stack(shards, 1).flatten().tolist() == drawn
-
-
-def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
-    with pytest.raises(ValueError, match=r"data\.balance=1"):
-        class_balance(None, 1)

@@ -29,7 +29,7 @@ from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
 from src.engine.machine.ranks import NEEDED, Ranks
 from src.engine.record.result import Result, write_result
-from src.engine.runtime.predictions import Prediction, write_predictions
+from src.engine.runtime.predictions import Prediction
 from src.schema import DataConfig, ResolvedParallel
 
 CPU = torch.device("cpu")
@@ -99,23 +99,6 @@ def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
     assert sorted(actual.classes) == [str(n) for n in range(10)]
     assert sum(actual.probabilities) == pytest.approx(1, abs=1e-5)
-
-
-FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.png", [], [])]
-
-
-def test_predict_writes_predictions_as_csv_json_or_console_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_predictions(FOUND, "csv", tmp_path / "x.csv")
-    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
-        first, second = csv.DictReader(file)
-    assert first["path"] == "a, b.png" and float(first["probability_2"]) == 0.25 and first["class_1"] == "cat"
-    assert second["path"] == "torn.png" and second["class_1"] == ""
-    write_predictions(FOUND, "json", tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
-    write_predictions(FOUND, "console", None)
-    assert capsys.readouterr().out.splitlines() == ["a, b.png  cat 0.7500, dog 0.2500", "torn.png  unreadable"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from architecture import (
 )
 
 SOURCES = [*source_files(), *sorted((ROOT / "scripts").rglob("*.py"))]
-OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 BENCHMARK = "scripts/maintain/bench_loop.py"
 
 # Library -> where it may be imported. A folder ends with a slash.
@@ -181,21 +180,3 @@ def test_architecture_check_reports_forbidden_imports_and_long_functions(
     file: str, source: str, complaint: str
 ) -> None:
     assert any(complaint in line for line in broken_rules(file, source))
-
-
-@pytest.mark.parametrize("path", OPTION_FILES, ids=name_of)
-def test_hydra_yaml_file_starts_with_comments_on_its_purpose_and_command(path: Path) -> None:
-    opening = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        opening.append(line)
-    comments = [line for line in opening if not line.startswith("# @package")]
-    assert len(comments) >= 2, "the file must open with its purpose and its command"
-    group, option = path.parent.name, path.stem
-    commands = [line for line in comments if re.search(r"\b(python|torchrun .*)\s*train\.py", line)]
-    assert commands
-    if path.parent != ROOT / "conf" and group not in ("hydra", "train", "local"):
-        assert any(f"{group}={option}" in line for line in commands), f"no command chooses {group}={option}"
-    if group == "experiment":
-        assert any(line.startswith("# Expected: ") for line in comments)

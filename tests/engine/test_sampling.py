@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
@@ -19,7 +20,7 @@ from src.data.erasing import Erasing
 from src.data.transforms import train_transform
 from src.engine.data.loader import BatchFetcher, TrainLoader
 from src.engine.data.prefetch import DevicePrefetcher
-from src.engine.data.samplers import EvalSampler, IndexBatch, TrainSampler
+from src.engine.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from src.engine.data.seeds import seed_for
 from src.engine.machine.ranks import Ranks
 from src.schema import AugmentConfig, DataConfig
@@ -216,3 +217,90 @@ def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
     before = torch.get_rng_state()
     BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(IndexBatch(0, np.arange(4)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
+
+    with pytest.raises(ValueError, match=rf"labels from .*{label}.*, but 2 classes"):
+        BatchFetcher(Split(), 2, None, 0).read(IndexBatch(0, np.arange(3)))
+
+
+@given(
+    num_images=st.integers(6, 60),
+    copies=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
+    num_images: int, copies: int, world_size: int, batch: int, seed: int
+) -> None:
+    """An epoch has the same number of samples from fewer images. Each copy of an image has a separate index."""
+    global_batch = batch * world_size * copies
+    if num_images < global_batch:
+        return
+    shards = [TrainSampler(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
+    own = [shard.shard().split(global_batch // world_size) for shard in shards]
+    assert all(len(batches) == num_images // global_batch for batches in own)
+    for step in zip(*own, strict=True):
+        indices = torch.cat(step).tolist()
+        assert len(set(indices)) == global_batch
+        images = [index % num_images for index in indices]
+        assert all(images.count(image) == copies for image in images)
+        # As in timm's RepeatAugSampler, the copies are spread over as many ranks as there are.
+        ranks = [{index % num_images for index in part.tolist()} for part in step]
+        assert all(sum(image in rank for rank in ranks) == min(copies, world_size) for image in images)
+    assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
+
+
+LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+
+
+def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
+    weights = class_balance(LONG_TAIL, balance)
+    return TrainSampler(len(LONG_TAIL), 100, rank, world_size, seed=3, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
+)
+def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
+    balance: float, shares: tuple[float, ...]
+) -> None:
+    drawn: Counter[int] = Counter()
+    one = sampler(0, 1, balance)
+    for epoch in range(20):
+        one.start_at(epoch)
+        drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
+    for label, share in enumerate(shares):
+        # Five standard deviations.
+        assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: int) -> None:
+    whole = sampler(0, 1, 1.0)
+    whole.start_at(5)
+    drawn = whole.shard().tolist()
+    assert len(set(drawn)) == len(drawn) == 1000, (
+        "expected distinct numbers, because two draws of an image need different augmentations"
+    )
+    shards: list[Tensor] = []
+    for rank in range(world_size):
+        own = sampler(rank, world_size, 1.0)
+        own.start_at(5)
+        shards.append(own.shard())
+    assert torch.stack(shards, 1).flatten().tolist() == drawn
+
+
+def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
+    with pytest.raises(ValueError, match=r"data\.balance=1"):
+        class_balance(None, 1)

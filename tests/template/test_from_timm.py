@@ -29,7 +29,6 @@ from src.engine.keys import leaves
 from src.schema import Config, OptimConfig, TrainConfig
 from src.train.optim import build_schedule
 
-ROOT = Path(__file__).resolve().parents[2]
 OF_COMMIT = json.loads((Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8"))
 # Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of timm that take them.
 NEWER = {

@@ -1,0 +1,19 @@
+"""docs/security.md names the tests of each threat."""
+
+from __future__ import annotations
+
+import re
+
+from commands import ROOT
+
+
+def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    tests = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| who")]
+    assert len(rows) >= 5
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named and set(named) <= tests, row
