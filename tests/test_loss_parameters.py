@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,29 +66,26 @@ sys.modules[HERE] = sys.modules[__name__]
 NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
 
 
-def page_module() -> Any:
-    """Import the example of docs/extend.md."""
-    page = (Path(__file__).resolve().parents[1] / "docs" / "extend.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n# src/train/arcface.py\n")[2].partition("```")[0]
-    module = ModuleType("arcface")
-    exec(code, module.__dict__)
-    return module
-
-
-class ArcFace(page_module().ArcFace):  # type: ignore[misc]
-    """The loss of the page, with a learned scale of the scores, a count of batches and a constant."""
+class ArcFace(nn.Module):
+    """ArcFace (arXiv:1801.07698) next to cross entropy, with a learned scale, a count of batches and a constant."""
 
     def __init__(self) -> None:
-        super().__init__(classes=10, size=8)
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(10, 8))
         self.temperature = nn.Parameter(torch.full((1,), 2.0))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         self.register_buffer("constant", torch.ones(2), persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.batches = self.batches + 1
-        scores = outputs[:, : self.classes] * self.temperature
-        loss: Tensor = super().forward(outputs, targets) + functional.cross_entropy(scores, targets)
-        return loss
+        scores, embeddings = outputs[:, :10], outputs[:, 10:]
+        cosines = functional.normalize(embeddings) @ functional.normalize(self.centers).T
+        # The derivative of acos is infinite at 1.
+        angles = cosines.clamp(-0.9999, 0.9999).acos()
+        margins = 0.3 * functional.one_hot(targets, 10)
+        arcface = functional.cross_entropy(16 * (angles + margins).cos(), targets)
+        plain = functional.cross_entropy(scores, targets)
+        return arcface + plain + functional.cross_entropy(scores * self.temperature, targets)
 
 
 def config_of(*overrides: str) -> ResolvedConfig:

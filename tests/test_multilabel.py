@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 import evaluate as entry
-from commands import ROOT
 from configs import resolved
 from ranks import run_warm
 from src.engine.record.result import read_result
-from src.engine.runtime.evaluation import Evaluation
-from src.engine.runtime.predictions import prediction_table
 from src.schema import AugmentConfig, TrainConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
@@ -102,13 +98,12 @@ def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
         assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
-def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Run the Python of docs/finetune.md on a predictions.csv. Return the table, and labels and scores by class."""
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "predictions.csv" in block]
-    names: dict[str, Any] = {}
-    exec(code.replace("predictions.csv", str(path)), names)
-    return names["table"], names["labels"], names["scores"]
+def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the table of a predictions.csv, and labels and scores with a column for each class."""
+    table = pd.read_csv(path, keep_default_na=False).rename_axis("image").reset_index()
+    places = pd.wide_to_long(table, ["class_", "probability_"], "image", "place")
+    scores = places.reset_index().pivot(index="image", columns="class_", values="probability_")
+    return table, table["label"].str.get_dummies(";").reindex(columns=scores.columns, fill_value=0), scores
 
 
 @pytest.mark.parametrize(("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")])
@@ -121,7 +116,7 @@ def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     assert entry.main([word for word in words if word]) == 0
     printed = [json.loads(line)["weights"] for line in capfd.readouterr().out.splitlines()]
     assert printed == ([weights] if word else ["model", "ema"])
-    table, labels, scores = as_documented(path)
+    table, labels, scores = read_predictions(path)
     val, suffix = read_result(multilabel_run).val, "_ema" if weights == "ema" else ""
     assert len(table) == val["samples"] and set(table["weights"]) == {weights}
     assert sorted(scores.columns) == sorted(LABELS) == list(labels.columns)
@@ -129,21 +124,6 @@ def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     assert expected == pytest.approx(val[f"map{suffix}"], abs=1e-6)
     expected = f1_score(labels.to_numpy(), scores.to_numpy() >= 0.5, average="macro", zero_division=0)
     assert expected == pytest.approx(val[f"f1_macro{suffix}"], abs=1e-6)
-
-
-def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_path: Path) -> None:
-    """More classes than five, and scores whose sigmoids are equal in single precision."""
-    draw = torch.Generator().manual_seed(0)
-    scores = torch.randn(60, 9, generator=draw) * 12
-    labels = (torch.rand(60, 9, generator=draw) < 0.3).float()
-    names = [f"class {number}" for number in range(9)]
-    table = prediction_table(Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, names, torch.sigmoid)
-    table.to_csv(tmp_path / "predictions.csv", index=False)
-    _, read_labels, read_scores = as_documented(tmp_path / "predictions.csv")
-    expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
-    assert average_precision_score(read_labels.to_numpy(), read_scores.to_numpy(), average="macro") == pytest.approx(
-        expected, abs=1e-9
-    )
 
 
 @pytest.mark.slow(seconds=5)

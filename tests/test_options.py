@@ -34,7 +34,7 @@ OPTIONS = sorted(
     and path.stem not in ("wandb", "mlflow")  # whose packages are optional: test_trackers.py
 )
 # An option of several groups; `make test-all` tests all.
-QUICK = (("data", "folder"), ("debug", "fast"), ("experiment", "digits_vit"))
+QUICK = (("data", "folder"), ("debug", "fast"), ("optim", "sgd"))
 ONE_STEP = (
     "train.max_steps=1",
     "data.limit_train=64",

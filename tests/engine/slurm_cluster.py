@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster_page import CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB
+from cluster_commands import CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB
 from commands import ROOT, Train
 
 MARKS = [

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import train
-from cluster_page import JOB_WITH_GPUS
+from cluster_commands import JOB_WITH_GPUS
 from commands import ROOT
 from src.engine.cluster import slurm
 from src.engine.cluster.kubernetes import _bytes, write_manifest

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster_page import SRUN
+from cluster_commands import SRUN
 from commands import Train
 from configs import read_lines, tiny
 from ranks import run_warm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from cluster_page import ARRAY, SEARCH
+from cluster_commands import ARRAY, SEARCH
 from commands import Train
 from slurm_cluster import LONG, MARKS, Jobs, cluster_of_two_nodes, jobs_on_the_cluster  # noqa: F401
 from src.engine.record.jobs import read_jobs

@@ -32,12 +32,8 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
 
 def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
     """Their ranks are forked from a server that imports warm.py."""
-    files = (
-        *gpu_check.ON_DEVICE,
-        *gpu_check.FAULTS,
-        "tests/conftest.py",
-        *(f"tests/engine/{name}.py" for name in SUPPORT),
-    )
+    run = ("test_gpu", "test_gpu_faults", "test_speed", "test_feed")
+    files = ("tests/conftest.py", *(f"tests/engine/{name}.py" for name in (*run, *SUPPORT)))
     needed = {
         name.partition(".")[0]
         for file in files
@@ -200,3 +196,8 @@ def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
     names = gpu_wheels.closure(gpu_wheels.WANTED)
     assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "pyyaml", "pytest"} <= set(names)
     assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)
+
+
+def test_flops_of_the_benchmark_include_attention() -> None:
+    training = bench_measures.Training("vit_small_patch16_224", {}, 1, 1, image_size=224)
+    assert gpu_speed.model_flops(training) == pytest.approx(3 * 9.197e9, rel=1e-3)

@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 from test_faults import FAULTS, fault_environment, fault_time
 
-from cluster_page import KUBERNETES, TORCHRUN
+from cluster_commands import KUBERNETES, TORCHRUN
 from commands import ROOT, Train
 from configs import read_lines, tiny
 from ranks import run_warm
