@@ -6,6 +6,9 @@ PYTEST := $(BIN)/python -m pytest
 # A file stays on one worker, because its tests share trained runs, clusters and pairs of nodes. tests/conftest.py sets the
 # order.
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
+# In a fork: leave out the tests of the library while it is that of the template's commit.
+OWN = $(shell test -f .template.json && \
+	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=tests/engine)
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare tune test test-fast test-all check lint format lock schema clean
@@ -25,11 +28,11 @@ compare: $(VENV)/runtime ## DP against DDP on this machine's GPUs, with a report
 tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, workers, threads and batch for a model here
 	$(BIN)/python train.py -m experiment=tune $(ARGS)
 
-test: $(VENV)/development ## run the tests, without the slow ones, on all cores
-	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm" $(ARGS)
+test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of src/engine only if it was changed)
+	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)
-	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
+	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
 
 test-all: $(VENV)/development ## run all tests that can run here, with the slow ones
 	$(PYTEST) $(ON_ALL_CORES) $(ARGS)

@@ -97,8 +97,14 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below it."""
-    written = (CONF.parent / PAGE).read_text(encoding="utf-8").partition(MARK)[0]
+    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below it.
+
+    Empty for a project that has no such page, or one without MARK.
+    """
+    path = CONF.parent / PAGE
+    written, mark, _ = path.read_text(encoding="utf-8").partition(MARK) if path.is_file() else ("", "", "")
+    if not mark:
+        return ""
     tables = [_table("", Config), *(_table(group, group_class) for group, group_class in groups().items())]
     return "\n".join([written + MARK, *tables])
 
@@ -135,7 +141,10 @@ def files() -> dict[str, str]:
             parts[path] = {"$ref": f"../../conf/schema.json#/$defs/{group}"}
             globs[f"./{path}"] = [f"conf/{group}/*.yaml"]
     parts[".vscode/settings.json"] = {"yaml.schemas": globs, "python.testing.pytestEnabled": True}
-    return {PAGE: page(), **{path: json.dumps(value, indent=1) + "\n" for path, value in parts.items()}}
+    texts = {path: json.dumps(value, indent=1) + "\n" for path, value in parts.items()}
+    if text := page():
+        texts[PAGE] = text
+    return texts
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Makes a clone of this project your own: `make fork NAME=my_project [HOLDER="Ada Example"] [DROP_DEMO=1]`.
 
-Puts your name into README, license, config, container and CI, and the template's commit into .template.json. Removes the
-files of the template: its benchmarks with their page, its random faults, and this script. DROP_DEMO=1 also removes the
-recipes. It does not commit: look at `git diff`, then commit.
+Puts your name into README, license, config, container and CI. Puts the template's commit and a hash of its library into
+.template.json: `make test` tests the library only after a change. Removes the
+files of the template: its benchmarks with their page, its random faults, the tests of its pages, and this script. DROP_DEMO=1
+also removes the recipes. It does not commit: look at `git diff`, then commit.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.engine_hash import engine_hash
+
 RECIPES = (
     *("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a1", "imagenet_resnet50_a2"),
     *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
 )
 # Files that a fork does not need, and the commands in them. A page names each of them on a separate line.
 OF_THE_TEMPLATE = ("scripts/maintain", "tests/template", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
-COMMANDS = r"scripts/maintain|benchmarks\.md|make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+COMMANDS = (
+    r"scripts/maintain|tests/template|benchmarks\.md|make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+)
 DEMO = ("docs/figures/report.svg",)
 OLD_NAME = "timm-parallel"
 # Files that contain OLD_NAME.
@@ -57,7 +65,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    print(f"This is {options.name} now. Look at git diff, run make test, and commit.\n\n{PULLING}")
+    print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.\n\n{PULLING}")
     return 0
 
 
@@ -90,7 +98,7 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
         figures = [path for path in DEMO if (root / path).exists()]
         _drop(root, [*recipes, *figures], "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]))
-    record = {"name": name, "template_commit": commit}
+    record = {"name": name, "template_commit": commit, "engine_hash": engine_hash(root)}
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     # `git commit -a` would leave a new file out.
     _git(root, "add", ".template.json")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT
+from scripts.engine_hash import engine_hash
 from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, PULLING, RECIPES, fork
 
 pytestmark = [
@@ -59,7 +60,8 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     assert read(clone / "README.md").startswith("# my_project\n")
     assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
-    assert json.loads(read(clone / ".template.json")) == {"name": "my_project", "template_commit": commit}
+    record = {"name": "my_project", "template_commit": commit, "engine_hash": engine_hash(clone)}
+    assert json.loads(read(clone / ".template.json")) == record
     pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
     assert "outputs/train" not in pages
     assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
@@ -140,22 +142,22 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
     assert not (clone / "docs" / "figures" / "report.svg").exists()
 
 
-@pytest.mark.slow(seconds=80)
-@pytest.mark.processes
-def test_forked_template_without_demo_experiments_passes_the_fast_tests(clone: Path) -> None:
-    fork(clone, "mine", "Ada", drop_demo=True)
-    names = ("readme", "makefile", "config_refusals", "schema_json", "first_hour")
-    named = ["tests/engine/test_architecture.py", *(f"tests/test_{name}.py" for name in names)]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not processes",
-        *named,
-    ]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:
+    def command(target: str = "test") -> str:
+        words = ["make", "-n", target, f"PYTHON={sys.executable}"]
+        return subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=300, check=True).stdout
+
+    ignored = "--ignore=tests/engine"
+    assert ignored not in command()
+    fork(clone, "mine", "Ada", drop_demo=False)
+    assert ignored in command() and ignored in command("test-fast") and ignored not in command("test-all")
+    (clone / "src" / "models" / "own.py").write_text("# mine\n")
+    assert ignored in command()
+    for changed in ("src/engine/own.py", "tests/engine/test_own.py"):
+        (clone / changed).write_text("# mine\n")
+        assert ignored not in command()
+        git(clone, "add", "-A")
+        git(clone, "commit", "-qm", "the library changed")
+        assert ignored not in command()
+        (clone / changed).unlink()
+        assert ignored in command()
