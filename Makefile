@@ -11,7 +11,7 @@ OWN = $(shell test -f .template.json && \
 	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=tests/engine)
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare tune test test-fast test-all check lint format lock schema clean
+.PHONY: help doctor train compare tune test test-fast test-all check lint format lock schema update clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ lock: $(BIN)/uv ## write requirements.lock from requirements.txt: every package 
 
 schema: $(VENV)/runtime ## write conf/schema.json (for editors) and the tables of docs/keys.md from src/schema.py
 	$(BIN)/python scripts/schema.py
+
+update: ## in a fork: take a newer template (FROM=<its URL>, or the git remote named template)
+	$(PYTHON) scripts/update.py $(if $(FROM),--from "$(FROM)") $(if $(KEEP),--keep $(KEEP))
 
 clean: ## remove the environment and the caches, not the outputs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -44,13 +44,6 @@ NAMED = (
 )
 # A run folder of the template in pages.
 RUN_FOLDER = r"(outputs/)train\b"
-PULLING = f"""\
-Later fixes of the template, the front merged and the engine taken whole:
-  git fetch <url of the template> main
-  git merge --no-commit FETCH_HEAD
-  git rm -rqf --ignore-unmatch {" ".join(OF_THE_TEMPLATE)}
-  git rm -rq --cached src/engine && rm -r src/engine && git checkout FETCH_HEAD -- src/engine
-  git commit"""
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +58,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.\n\n{PULLING}")
+    print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.")
+    print("Later, `make update` takes a newer template. It reads the git remote named template, which you add once:")
+    print("  git remote add template <URL of the template>")
     return 0
 
 
@@ -98,7 +93,9 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
         figures = [path for path in DEMO if (root / path).exists()]
         _drop(root, [*recipes, *figures], "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]))
-    record = {"name": name, "template_commit": commit, "engine_hash": engine_hash(root)}
+    # make update forks newer commits of the template in the same way.
+    record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
+    record["engine_hash"] = engine_hash(root)
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     # `git commit -a` would leave a new file out.
     _git(root, "add", ".template.json")

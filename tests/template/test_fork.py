@@ -1,4 +1,4 @@
-"""`make fork` renames a clone, which can merge later template updates; tested in a scratch copy with git."""
+"""`make fork` makes a clone the user's project; tested in a scratch copy with git."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from commands import ROOT
 from scripts.engine_hash import engine_hash
-from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, PULLING, RECIPES, fork
+from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, fork
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
@@ -60,7 +60,8 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     assert read(clone / "README.md").startswith("# my_project\n")
     assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
-    record = {"name": "my_project", "template_commit": commit, "engine_hash": engine_hash(clone)}
+    record = {"name": "my_project", "holder": "Ada Example", "drop_demo": False, "template_commit": commit}
+    record["engine_hash"] = engine_hash(clone)
     assert json.loads(read(clone / ".template.json")) == record
     pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
     assert "outputs/train" not in pages
@@ -85,42 +86,6 @@ def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) ->
     git(clone, "commit", "-qm", "mine")
     with pytest.raises(ValueError, match=r"NAME=other: .*\(mine"):
         fork(clone, "other", "", drop_demo=False)
-
-
-def test_template_update_of_a_fork_replaces_engine_and_merges_user_code(template: Path, clone: Path) -> None:
-    """Run the update commands that `make fork` prints."""
-    fork(clone, "mine", "Ada", drop_demo=False)
-    (clone / "src" / "models" / "own.py").write_text("# mine\n")
-    engine = clone / "src" / "engine" / "faults" / "liveness.py"
-    engine.write_text(read(engine) + "# changed against advice\n")
-    git(clone, "add", "-A")
-    git(clone, "commit", "-qm", "mine")
-    newer = template / "src" / "engine" / "machine" / "newer.py"
-    newer.write_text("# newer\n")
-    bench = Path("scripts") / "maintain" / "bench.py"
-    (template / bench).write_text(read(template / bench) + "# a fix that no fork needs\n")
-    (template / "src" / "engine" / "faults" / "liveness.py").write_text("# rewritten\n")
-    losses = template / "src" / "train" / "losses.py"
-    losses.write_text(read(losses) + "# a fix\n")
-    git(template, "add", "-A")
-    git(template, "commit", "-qm", "a fix")
-    for line in PULLING.splitlines()[1:]:
-        arguments = line.strip().replace("<url of the template>", str(template))
-        arguments = (
-            "git -c user.name=Ada -c user.email=a@b.c commit -qm taken" if arguments == "git commit" else arguments
-        )
-        arguments = arguments.replace("git merge", "git -c user.name=Ada -c user.email=a@b.c merge")
-        done = subprocess.run(
-            ["bash", "-c", arguments], cwd=clone, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0 or "merge" in arguments, done.stderr
-    assert git(clone, "status", "--porcelain") == ""
-    assert read(engine) == "# rewritten\n"
-    assert (clone / "src" / "engine" / "machine" / "newer.py").exists()
-    assert read(clone / "src" / "train" / "losses.py").endswith("# a fix\n")
-    assert (clone / "src" / "models" / "own.py").exists()
-    assert not (clone / bench).exists()
-    assert read(clone / "README.md").startswith("# mine\n")
 
 
 def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> None:

@@ -1,0 +1,221 @@
+"""Take a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
+
+Replaces src/engine and tests/engine, merges all other files with yours, runs the tests and stages the result. A conflict or
+a failed test leaves the fork as it was. It does not commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+RECORD = ".template.json"
+# Folders that a fork takes from the template without merging.
+ENGINE = ("src/engine", "tests/engine")
+MAKE_FORK = "scripts/maintain/fork.py"
+
+
+class Conflict(Exception):
+    """Files that the fork and the template changed in different ways."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 if the newer template is staged or already there, 1 for a conflict or a failed test, 2 for a refusal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="source", default="template", help="remote or URL; default: the remote template")
+    parser.add_argument("--keep", nargs="*", default=[], help="files and folders whose conflicts your version wins")
+    parser.add_argument("--test", default="make test", help="command that must exit with 0")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="folder of the fork")
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    try:
+        newest = take(root, options.source, options.keep, options.test)
+    except Conflict as conflict:
+        print(f"update: {conflict}; nothing is changed", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"update: {error}", file=sys.stderr)
+        return 2
+    except subprocess.CalledProcessError as error:
+        print(f"update: {options.test} exited with {error.returncode}; everything is put back", file=sys.stderr)
+        return 1
+    print(f"update: the template's {newest[:10]} is staged; look at git diff --cached, then git commit")
+    return 0
+
+
+def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
+    """Stage the newest template of `source` and return its commit.
+
+    Raises ValueError for a refusal, Conflict, or CalledProcessError for a failed test. The fork is then as it was.
+    """
+    record = read_record(root)
+    newest = fetch(root, source)
+    base = find_base(root, source, record["template_commit"], newest)
+    if base == newest:
+        raise ValueError(f"already at the newest commit of {source}, {newest[:10]}")
+    head = git(root, "rev-parse", "HEAD")
+    result = merge(root, head, base, newest, record, keep)
+    refuse_to_overwrite_ignored_files(root, head, result)
+    print(f"update: {newest[:10]} of {source} is merged; running {test}", flush=True)
+    git(root, "read-tree", "-m", "-u", head, result)
+    passed = False
+    try:
+        subprocess.run(shlex.split(test), cwd=root, check=True)
+        passed = True
+    finally:
+        # Also after Ctrl-C. In contrast to git reset --hard, this never overwrites a file edited during the tests.
+        if not passed:
+            git(root, "update-index", "-q", "--refresh")
+            git(root, "read-tree", "-m", "-u", result, head)
+    return newest
+
+
+def read_record(root: Path) -> dict[str, Any]:
+    """Read .template.json. Raises ValueError if `root` is no clean checkout of a fork."""
+    if not (root / RECORD).is_file():
+        raise ValueError(f"{RECORD} does not exist, so this is no fork; make fork NAME=my_project makes one")
+    if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root:
+        raise ValueError(f"{root} is not the root of a git repository; run git init and commit there")
+    if git(root, "status", "--porcelain"):
+        raise ValueError("the working tree has uncommitted changes; commit them first (git status)")
+    record: dict[str, Any] = json.loads((root / RECORD).read_text(encoding="utf-8"))
+    return record
+
+
+def fetch(root: Path, source: str) -> str:
+    """Fetch the default branch of `source` and return its commit."""
+    try:
+        git(root, "fetch", "--quiet", "--no-tags", source, "HEAD")
+    except ValueError as error:
+        hint = "git remote add template <URL of the template>, or make update FROM=<URL>"
+        raise ValueError(f"FROM={source}: cannot be fetched; {hint} ({error})") from None
+    return git(root, "rev-parse", "FETCH_HEAD")
+
+
+def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
+    """Return the template's commit whose files the fork has: the one recorded, or the nearest one with equal files.
+
+    A repository made by "Use this template" begins with a commit of the same files, which the template does not have.
+    """
+    commits: dict[str, str] = {}
+    for line in git(root, "log", "--format=%H %T", newest).splitlines():
+        commit, files = line.split()
+        commits.setdefault(files, commit)
+    try:
+        own = git(root, "log", "--format=%T", recorded).splitlines()
+    except ValueError:
+        own = []
+    for files in own:
+        if files in commits:
+            return commits[files]
+    raise ValueError(
+        f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has its files; "
+        "write the commit of the template that this fork began with"
+    )
+
+
+def merge(root: Path, head: str, base: str, newest: str, record: dict[str, Any], keep: Sequence[str]) -> str:
+    """Merge the template's changes from `base` to `newest` into the fork's `head`. Return the result as a git tree.
+
+    The changes are those between forks of both commits, so a line that make fork renamed or a file that it deleted is none.
+    """
+    with tempfile.TemporaryDirectory(prefix="update-") as folder:
+        scratch = Path(folder) / "scratch"
+        git(root, "worktree", "add", "--quiet", "--detach", str(scratch), base)
+        try:
+            old = commit_fork(scratch, base, record)
+            new = commit_fork(scratch, newest, record, old)
+            git(scratch, "checkout", "--quiet", "--detach", "--force", head)
+            # File by file: if git followed renames, your change could move into an engine file, which is replaced below.
+            picked = run_git(scratch, "cherry-pick", "--no-commit", "-Xno-renames", new)
+            if picked.returncode > 1:
+                raise ValueError(f"git cherry-pick: {picked.stderr.strip()}")
+            git(scratch, "restore", f"--source={new}", "--staged", "--worktree", "--", *ENGINE, RECORD)
+            conflicts = settle(scratch, head, keep)
+            if conflicts:
+                raise Conflict(
+                    f"conflict in {' '.join(conflicts)}; for the template's change: git diff {old[:10]} {new[:10]} -- <file>; "
+                    f'take what you want of it into your files, commit, and add KEEP="{" ".join(conflicts)}"'
+                )
+            replaced = paths(git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *ENGINE))
+            if replaced:
+                print(f"update: your changes are replaced by the template's files: {' '.join(replaced)}")
+            return git(scratch, "write-tree")
+        finally:
+            git(root, "worktree", "remove", "--force", str(scratch))
+
+
+def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: str) -> str:
+    """Run the make fork of the template's `commit` with the names in `record`. Return a commit of the result."""
+    git(scratch, "checkout", "--quiet", "--detach", "--force", commit)
+    if not (scratch / MAKE_FORK).is_file():
+        raise ValueError(
+            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not the template's; set FROM=<URL of the template>"
+        )
+    command = [sys.executable, MAKE_FORK, record["name"], f"--holder={record['holder']}"]
+    if record["drop_demo"]:
+        command.append("--drop-demo")
+    done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode != 0:
+        raise ValueError(f"{MAKE_FORK} of commit {commit[:10]}: {done.stderr.strip()}")
+    git(scratch, "add", "--all")
+    options = [option for parent in parents for option in ("-p", parent)]
+    return git(scratch, "commit-tree", git(scratch, "write-tree"), *options, "-m", f"A fork of {commit}")
+
+
+def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
+    """Delete conflicting files that the fork deleted, and restore those in `keep`. Return the other conflicts."""
+    # git's stages: 1 is the old template, 2 the fork, 3 the newer template.
+    stages: dict[str, str] = {}
+    for entry in paths(git(scratch, "ls-files", "--unmerged", "-z")):
+        description, path = entry.split("\t")
+        stages[path] = stages.get(path, "") + description.split()[2]
+    conflicts = []
+    for path, present in stages.items():
+        if present == "13":
+            git(scratch, "rm", "--quiet", "--", path)
+        elif any(PurePosixPath(path).is_relative_to(kept) for kept in keep):
+            git(scratch, "checkout", "--quiet", head, "--", path)
+        else:
+            conflicts.append(path)
+    return conflicts
+
+
+def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> None:
+    """Raise ValueError if a new file of the template is here already, ignored by git, which would overwrite it."""
+    added = paths(git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", head, result))
+    here = [path for path in added if os.path.lexists(root / path)]
+    if here:
+        raise ValueError(f"{' '.join(here)}: ignored by git here, and a new file of the template; rename or delete it")
+
+
+def paths(output: str) -> list[str]:
+    return [path for path in output.split("\0") if path]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git and return its output. Raises ValueError with git's message if it fails."""
+    done = run_git(folder, *arguments)
+    if done.returncode != 0:
+        raise ValueError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
+
+
+def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Hooks, recorded conflict resolutions and the user's identity must not matter to commits that nobody sees.
+    options = ("--literal-pathspecs", "-c", f"core.hooksPath={os.devnull}", "-c", "rerere.enabled=false")
+    identity = ("-c", "user.name=make update", "-c", "user.email=update@localhost")
+    command = ["git", "-C", str(folder), *options, *identity, *arguments]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
