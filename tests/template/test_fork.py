@@ -13,7 +13,7 @@ import pytest
 
 from commands import ROOT
 from scripts.engine_hash import engine_hash
-from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, fork
+from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
@@ -96,6 +96,37 @@ def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> No
     assert [page.name for page in pages if page.name != "CHANGELOG.md" and re.search(COMMANDS, read(page))] == []
     done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
     assert "make train" in done.stdout and "make bench" not in done.stdout
+
+
+def units_of(text: str) -> list[str]:
+    """Split a page into what may be removed alone: paragraphs, list items, rows of tables, and lines of code."""
+    units: list[str] = []
+    in_code = joins = False
+    for line in text.splitlines():
+        is_fence = line.lstrip().startswith("```")
+        is_line = in_code or is_fence or line.startswith(("|", "#"))
+        if joins and line.strip() and not is_line and not re.match(r" *([-*]|\d+\.) ", line):
+            units[-1] += f"\n{line}"
+        elif line.strip():
+            units.append(line)
+        joins = bool(line.strip()) and not is_line
+        in_code ^= is_fence
+    return units
+
+
+@pytest.mark.parametrize("drop_demo", [False, True])
+def test_make_fork_removes_only_whole_paragraphs_list_items_and_rows(
+    drop_demo: bool, template: Path, clone: Path
+) -> None:
+    fork(clone, "mine", "Ada", drop_demo)
+    cut = {}
+    for page in [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]:
+        before = read(template / page.relative_to(clone)).replace(OLD_NAME, "mine")
+        allowed = {"# mine", *units_of(re.sub(RUN_FOLDER, r"\1mine", before))}
+        after = read(page)
+        cut[page.name] = [unit for unit in units_of(after) if unit not in allowed]
+        cut[page.name] += re.findall(r"^.*\n+```\w*\n```$", after, re.MULTILINE)
+    assert {page: texts for page, texts in cut.items() if texts} == {}
 
 
 def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) -> None:
