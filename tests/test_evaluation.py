@@ -182,18 +182,6 @@ def test_evaluate_py_reproduces_metrics_of_last_checkpoint(
     assert actual["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
 
 
-@pytest.mark.processes
-def test_evaluate_py_accepts_older_run_with_removed_schedule(
-    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished_run.folder, folder)
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("sched: cosine", "sched: none"))
-    assert entry.main([f"run={folder}", "split=val"]) == 0
-    assert json.loads(capsys.readouterr().out)["acc"] == finished_run.result["val"]["acc_best"]
-
-
 def damaged(folder: Path) -> str:
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:1000])

@@ -36,8 +36,6 @@ def load_trained(folder: Path, which: str | None, weights: str | None, device: t
     """
     config = load_config(folder)
     path, contents = checkpoint.load_from_run(folder, which)
-    if "preprocessing" not in contents:
-        raise ValueError(f"{path}: has no preprocessing, because an older version wrote it; train the model again")
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
     size = config.data.image_size

@@ -202,13 +202,6 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
         check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
 
 
-def test_read_jobs_accepts_jobs_json_of_format_1_from_an_earlier_version(tmp_path: Path) -> None:
-    job = {"id": 0, "name": "x", "folder": "0", "overrides": [], "repeat": 2, "status": "done"}
-    head = {"format": 1, "command": "train.py -m", "created": "2026-01-01T00:00:00", "status": "done"}
-    (tmp_path / "jobs.json").write_text(json.dumps({**head, "jobs": [job]}))
-    assert read_jobs(tmp_path).jobs[0].block == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
 def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(

@@ -88,7 +88,6 @@ NAMES = [
     ("model.name=resnet18.nonsense", "model.name=resnet18.nonsense"),
     ("optim.opt=adamww", "optim.opt=adamww", "adamw"),
     ("optim.sched=cosin", "optim.sched=cosin", "cosine"),
-    ("optim.sched=none", "optim.sched=none", "constant"),
     ("data.name=digit", "data.name=digit", "digits"),
     ("data.name=src.nothing.Images", "data.name=src.nothing.Images"),
     ("train.precision=fp8", "train.precision=fp8", "bf16"),

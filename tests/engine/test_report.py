@@ -114,14 +114,6 @@ def test_report_does_not_count_runs_on_different_images_as_repeats(tmp_path: Pat
     assert {group["settings"] for group in plain["groups"]} == {"data aaaa", "data bbbb"}
 
 
-def test_report_groups_run_that_has_a_removed_key_at_its_old_default_with_newer_runs(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
-    sweep.add("single", 1, 1000, config={"train": {"epochs": 3, "on_nonfinite": "stop"}})
-    sweep.add("single", 1, 1000, config={"train": {"epochs": 3}})
-    [group] = read(sweep.write())[2]["groups"]
-    assert group["settings"] == ""
-
-
 def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1001, 999])

@@ -135,7 +135,7 @@ def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) 
     state.model.load_state_dict(contents["model"])
     if state.ema is not None:
         state.ema.module.load_state_dict(contents["ema"] or contents["model"])
-    state.progress = Progress.from_saved(contents["progress"])
+    state.progress = Progress(**contents["progress"])
     optimizer, saved = state.optimizer, contents["optimizer"]
     if saved["kind"] == type(optimizer).__name__:
         for name, parameter in state.model.named_parameters():
@@ -269,36 +269,6 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed
             attempt(config, stopped(5))
     else:
         assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
-
-
-# Checkpoints of format 1 ---------------------------------------------------------------------------------------------
-
-
-def as_format_1(folder: Path, to: Path, data: Path) -> Path:
-    """Copy a run folder with its checkpoint in format 1: numbers instead of parameter names, no record of the data."""
-    training = attempt(config_of(data), folder)
-    contents = contents_of(folder)
-    for name in ("trained_on", "config", "segments"):
-        del contents[name]
-    contents["optimizer"] = training.state.optimizer.state_dict()
-    del contents["progress"]["best_metric"]
-    shutil.copytree(folder, to)
-    for path in (to / "checkpoints").iterdir():
-        path.unlink()
-    torch.save({**contents, "format": 1}, to / "checkpoints" / "last.pt")
-    return to
-
-
-def test_checkpoint_in_old_format_1_resumes_only_at_the_start_of_an_epoch(
-    stopped: Folders, data: Path, tmp_path: Path
-) -> None:
-    config = config_of(data, "optim.weight_decay=1")
-    folder = as_format_1(stopped(4), tmp_path / "start", data)
-    assert_trains_as(attempt(config, folder), reference(config, contents_of(stopped(4)), tmp_path))
-    with pytest.raises(ValueError, match=r"format 1 .*mid-epoch"):
-        attempt(config, as_format_1(stopped(5), tmp_path / "middle", data))
-    with pytest.raises(ValueError, match="a different optimizer"):
-        attempt(config_of(data, "optim.layer_decay=0.5"), folder)
 
 
 # The data ------------------------------------------------------------------------------------------------------------

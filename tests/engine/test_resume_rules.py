@@ -98,17 +98,6 @@ def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -
     assert after == before
 
 
-def test_run_of_an_older_version_resumes_only_when_its_removed_keys_have_default_values(main: Main) -> None:
-    folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
-    composed = folder / ".hydra" / "config.yaml"
-    for config in (composed, folder / "config.yaml"):
-        config.write_text(config.read_text().replace("train:\n", "train:\n  on_nonfinite: stop\n  max_skipped: 10\n"))
-    assert main(f"resume={folder}") == (0, "")
-    composed.write_text(composed.read_text().replace("train:\n", "train:\n  on_nonfinite: skip\n"))
-    code, err = main(f"resume={folder}")
-    assert code == 2 and "train.on_nonfinite=skip" in err
-
-
 def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
     """The last value wins, as for any key given twice. The folder in the first `resume` is not used."""
     folder = main.start("day/1", "optim.lr=0.25")

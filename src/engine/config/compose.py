@@ -21,7 +21,6 @@ from yaml import YAMLError
 from src.engine.config.aliases import check_aliases_of, load_yaml
 from src.engine.config.arguments import parse_command_line
 from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
-from src.engine.config.removed import drop_removed_keys, drop_removed_keys_of
 from src.engine.config.resolvers import by_device, device_counts
 from src.engine.config.suggest import ROOT, explain, is_known, key_hint, plain_values
 from src.engine.config.validate import check_combination, check_values
@@ -59,8 +58,6 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
         hydra = _hydra(arguments)
         check_aliases_of(hydra.config_loader.repository)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
-        if arguments.config_path is not None:
-            drop_removed_keys_of(hydra.config_loader.repository, name)
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
         check_before_composing(hydra.config_loader, name, overrides)
         mode = RunMode.MULTIRUN if arguments.multirun else RunMode.RUN
@@ -208,12 +205,8 @@ def load_config(folder: Path) -> ResolvedConfig:
     """Read the config that `save_config` wrote, and resolve references from the environment."""
     try:
         task = _task_of(load_yaml(folder / "config.yaml"))
-        # An older run without schedule had no warm-up and no layer decay either.
-        if OmegaConf.select(task, "optim.sched") == "none":
-            task.optim.update({"sched": "constant", "warmup_epochs": 0.0, "layer_decay": None})
     except (OSError, ValueError, YAMLError):
         raise ValueError(f"{folder}: expected a run folder, but it has no readable config.yaml") from None
-    drop_removed_keys(task)
     return as_resolved(to_config(task))
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
-from src.engine.config.removed import REMOVED
 from src.engine.keys import leaves
 from src.engine.machine.secrets import is_secret_key
 from src.engine.machine.text import yaml_text
@@ -81,8 +80,6 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
 
     `more`: names that are allowed next to the keys of the schema. `value`: what the user gave the key.
     """
-    if key in REMOVED:
-        return f"; it was removed: the project now always does what {key}={REMOVED[key]} did"
     tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
         return f"; there is no such key: {reason}"

@@ -49,9 +49,6 @@ def check_combination(config: Config) -> None:
 
 
 def _bounds(config: Config) -> Iterator[str]:
-    # The config of an older run may have it.
-    if config.optim.sched == "none":
-        yield "optim.sched=none: removed; optim.sched=constant with optim.warmup_epochs=0 is the same training"
     for key, value, entry in leaves(config):
         yield from (f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata))
 

@@ -18,7 +18,6 @@ from yaml import YAMLError
 from src.engine.cluster.slurm import queued_job
 from src.engine.config.aliases import load_yaml
 from src.engine.config.compose import Command, compose_command, load_config
-from src.engine.config.removed import drop_removed_keys
 from src.engine.keys import leaves
 from src.engine.machine.lock import is_locked
 from src.engine.machine.secrets import hide, mask
@@ -176,7 +175,6 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         ) from None
     load_config(folder)
     assert isinstance(tree, DictConfig)
-    drop_removed_keys(tree)
     saved: Any = OmegaConf.to_container(tree)
     for key in ("resume", "search", "sweep", "hydra", "defaults"):
         saved.pop(key, None)

@@ -30,7 +30,7 @@ def compare(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
     """Compare the curves of all metrics that both runs logged. Raises ValueError if length, data or batch differ."""
     first, second = _size(one), _size(other)
     for key, a in first.items():
-        # An older result has no fingerprints.
+        # A run that failed early has no fingerprints.
         if key in second and a != second[key]:
             raise ValueError(
                 f"{key}: {a} in {one}, {second[key]} in {other}; expected runs on equal data, of equal length and batch"

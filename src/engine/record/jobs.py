@@ -84,10 +84,8 @@ def read_jobs(folder: Path) -> Jobs:
         raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # Older versions: `repeat` instead of `block`, and jobs ran in the order of their ids.
-        whole = [{"block": job.get("repeat", 0), "position": job["id"]} | job for job in values["jobs"]]
-        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in whole]
-        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in values["jobs"]]
+        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values["order_seed"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}") from None
 

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from src.engine.analysis.runs import RunRecord
-from src.engine.config.removed import is_obsolete
 from src.engine.machine.text import as_number
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_metrics, read_result
@@ -56,8 +55,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
     elif not result and status == "done":
         status, reason = "failed", f"{folder.name}: no result.json, although jobs.json says done"
     name = os.path.relpath(folder, root)
-    saved = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
-    config = {key: value for key, value in saved.items() if not is_obsolete(key, value)}
+    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
     return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,

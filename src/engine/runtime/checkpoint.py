@@ -32,7 +32,6 @@ from src.engine.runtime.optimizer_state import named_state, restore_named_state
 from src.engine.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-# Format 1 numbered the optimizer's parameters, and recorded neither data nor config nor segments.
 FORMAT = 2
 
 
@@ -109,8 +108,8 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: damaged, or not a checkpoint ({reason}); use another one") from None
     if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
         raise ValueError(f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder of a run")
-    if contents["format"] > FORMAT:
-        raise ValueError(f"{path}: format {contents['format']} is newer than this code ({FORMAT}); update the code")
+    if contents["format"] != FORMAT:
+        raise ValueError(f"{path}: format {contents['format']}, expected {FORMAT}; use the code that wrote the file")
     return contents
 
 
@@ -221,7 +220,7 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
         strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
-    state.progress = Progress.from_saved(contents["progress"])
+    state.progress = Progress(**contents["progress"])
     restore_named_state(state.optimizer, state, contents["optimizer"], strategy)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])

@@ -33,16 +33,20 @@ def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
 
 def named_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
     """Return the optimizer's `state_dict()` with parameter names instead of numbers, and its class name as `kind`."""
-    return {"kind": type(optimizer).__name__, **_with_names(optimizer.state_dict(), _names(optimizer, model))}
+    names, state = _names(optimizer, model), optimizer.state_dict()
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {names[index]: values for index, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def restore_named_state(optimizer: Optimizer, model: HasParameters, saved: dict[str, Any], strategy: Strategy) -> None:
-    """Load the result of `named_state`, or a format-1 checkpoint's `state_dict()`. Hyperparameters keep the config's values."""
+    """Load the result of `named_state`. Hyperparameters keep the config's values."""
     names, kind = _names(optimizer, model), type(optimizer).__name__
-    if "kind" not in saved:
-        _check_format_1(optimizer, saved)
-        saved = _with_names(saved, names)
-    elif saved["kind"] != kind:
+    if saved["kind"] != kind:
         log.info(
             "resume: optimizer %s -> %s: the saved state does not fit, so it starts with new state", saved["kind"], kind
         )
@@ -75,27 +79,6 @@ def _names(optimizer: Optimizer, model: HasParameters) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of their numbers in `state_dict()`."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _with_names(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]]
-    return {"state": {names[index]: values for index, values in saved["state"].items()}, "param_groups": groups}
-
-
-def _check_format_1(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Raise ValueError if the numbers in a format-1 checkpoint may refer to other parameters than in `optimizer`."""
-    sizes = [len(group["params"]) for group in saved["param_groups"]]
-    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
-        raise ValueError(
-            "resume: the checkpoint was written by a different optimizer: its parameter groups differ, and the old format 1 "
-            "does not store parameter names; leave optim.opt, optim.layer_decay and optim.weight_decay as they were"
-        )
-    for group in saved["param_groups"]:
-        if missing := optimizer.defaults.keys() - group.keys():
-            raise ValueError(
-                f"resume: the checkpoint was written by a different optimizer than {type(optimizer).__name__}: "
-                f"it has no {', '.join(sorted(missing))}"
-            )
 
 
 def _check_state_is_complete(optimizer: Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from src.engine.metric import Metric
@@ -27,17 +27,11 @@ class Progress:
     epoch_means: dict[str, float] = field(default_factory=dict)  # of the newest whole or partial epoch
     ended_at: int = 0  # step at which the last epoch ended, whole or cut off by train.max_steps
     best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
-    best_metric: str | None = None  # of `best`, e.g. acc_ema; None: not evaluated, or an older checkpoint
+    best_metric: str | None = None  # of `best`, e.g. acc_ema; None: not evaluated
     best_values: dict[str, float] = field(default_factory=dict)  # by metric
     evaluations_since_best: int = 0
     score: float | None = None  # of checkpoint.metric in the newest evaluation, as `best`; None: NaN
     evaluated_at: int | None = None  # step of the newest evaluation
-
-    @classmethod
-    def from_saved(cls, values: dict[str, Any]) -> Progress:
-        """Return the progress that a checkpoint stores as a dict, ignoring fields that only older versions had."""
-        known = {entry.name for entry in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
     def schedule_step(self, steps_per_epoch: int) -> int:
         """Return the step at which to read the learning-rate schedule: as if all epochs had `steps_per_epoch` steps."""

@@ -77,7 +77,7 @@ def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None
     now = _plain_config(run)
     changed = {
         key: [before, now[key]]
-        for key, before in contents.get("config", {}).items()
+        for key, before in contents["config"].items()
         if key in now and now[key] != before and not key.startswith(NOT_ANNOUNCED)
     }
     announcements += [_change_text(key, *values) for key, values in changed.items()]
@@ -86,7 +86,7 @@ def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None
         announcements.append(f"best.pt and train.early_stop start again, by checkpoint.metric={metric}")
     for line in announcements:
         log.info("resume: %s", line)
-    run.segments = [*contents.get("segments", []), _segment(run, folder, changed)]
+    run.segments = [*contents["segments"], _segment(run, folder, changed)]
     if run.strategy.is_first and (parts := describe_segments(run)):
         save_config(run.config, folder, parts)
 
@@ -108,19 +108,12 @@ def _change_text(key: str, before: Any, now: Any) -> str:
 
 def _check_data(run: BuiltRun, contents: dict[str, Any]) -> list[str]:
     """Return how the training data changed, [] if not. Raises ValueError for changed classes or a change in mid-epoch."""
-    _check_classes(contents.get("classes", []), list(run.dataset.class_names))
-    before, now = contents.get("trained_on"), _data_of_a_step(run)
-    step = contents.get("progress", {}).get("step_in_epoch", 0)
+    _check_classes(contents["classes"], list(run.dataset.class_names))
+    step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
-    if before is None:
-        if step:
-            raise ValueError(
-                f"resume: the checkpoint has format 1 and is in mid-epoch (step {step}): it does not record which images its "
-                f"epoch has read; finish that epoch with the version that wrote it, or {remedy}"
-            )
-        return []
-    # Older checkpoints have it only in their config.
-    before = {"balance": contents.get("config", {}).get("data.balance", 0.0), **before}
+    # Older checkpoints have `balance` only in their config.
+    before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
+    now = _data_of_a_step(run)
     differences = [f"{name}: {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
     if differences and step:
         raise ValueError(

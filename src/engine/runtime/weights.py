@@ -66,7 +66,7 @@ def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
     """Convert a checkpoint of this project: raw weights, or averaged ones if its checkpoint.metric evaluates those."""
     weights, label = contents["model"], ""
     if contents.get("ema") is not None:
-        metric = contents.get("made_by", {}).get("metric") or "unknown"
+        metric = contents["made_by"]["metric"]
         label = f"raw weights (checkpoint.metric={metric}), "
         if metric.endswith("_ema"):
             weights, label = contents["ema"], f"averaged weights (checkpoint.metric={metric}), "

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src.engine.config.compose import Command, to_config
-from src.engine.config.removed import drop_removed_keys
 from src.engine.config.suggest import explain, is_known, is_lower_better, key_hint
 from src.engine.keys import leaves
 from src.engine.machine.files import write_text
@@ -220,7 +219,6 @@ def read_frozen(path: Path) -> DictConfig:
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(f"{path}: missing or damaged; restore the file, or start again in a new folder") from None
-    drop_removed_keys(tree)
     OmegaConf.set_struct(tree, True)
     return tree
 
