@@ -84,9 +84,7 @@ class ClusterConfig:
 class SweepConfig:
     """Sweeps, read with --multirun only."""
 
-    repeats: int | str = number(1, ge=1, help="Blocks that run every point once, with new seeds; auto: see precision.")
-    precision: float = number(0.05, gt=0, help="repeats=auto ends when half the 95 % interval of each ratio is less.")
-    max_repeats: int = number(10, ge=2, help="Largest number of blocks with repeats=auto.")
+    repeats: int = number(1, ge=1, help="Blocks that run every point once, with new seeds.")
     smallest_difference: float = number(
         0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
     )

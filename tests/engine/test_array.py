@@ -33,7 +33,7 @@ def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path
     assert f"--output='{folder}/task_%a.log'" in script
     assert 'src.engine.launch.node "$folder"' in script
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in script
-    assert (folder / "array.txt").read_text().splitlines() == [f"{folder}/{job}" for job in range(3)]
+    assert (folder / "array.txt").read_text().splitlines() == [f"{job} {folder}/{job}" for job in range(3)]
     assert [job.status for job in read_jobs(folder).jobs] == ["waiting"] * 3
     assert "#SBATCH --array=0,1\n" in submitted(tmp_path / "auto", "seed=1,2", "sweep.jobs=auto")
 

@@ -233,40 +233,6 @@ def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: P
     assert len(plain["runs"]) == 15
 
 
-def test_report_shows_but_does_not_compare_first_and_last_baseline_run_of_a_sweep(tmp_path: Path) -> None:
-    sweep = full_sweep(tmp_path / "s")
-    for speed in (300, 290):
-        sweep.add("single", 1, speed)
-        sweep.jobs[-1]["block"] = None
-    html, _, plain = read(sweep.write())
-    assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 3
-    assert plain["points"][0]["images_per_sec"] == {"median": 1000, "low": 990, "high": 1010, "count": 3}
-    assert "The baseline, first and last: 300 and 290 images/s." in html
-
-
-def test_report_is_written_when_only_the_first_baseline_run_of_a_sweep_has_ended(tmp_path: Path) -> None:
-    """dp on CPU records one memory value for all devices, and no repeat has recorded it yet."""
-    sweep = Sweep(tmp_path / "s", accelerator="cpu")
-    sweep.add("dp", 2)
-    sweep.jobs[-1]["block"] = None
-    sweep.row("parallel=dp", "parallel.devices=2", status="running")
-    html, _, plain = read(sweep.write("running"))
-    assert plain["points"][0]["peak_bytes"] == [] and "1 of 2 jobs done" in html
-
-
-def test_report_shows_first_and_last_baseline_speed_of_each_sweep(tmp_path: Path) -> None:
-    folders = []
-    for name, first in (("a", 300), ("b", 500)):
-        sweep = Sweep(tmp_path / name)
-        for speed, block in ((first, None), (1000, 0), (1010, 1), (first - 10, None)):
-            sweep.add("single", 1, speed, block=block or 0)
-            sweep.jobs[-1] |= {"block": block, "position": len(sweep.jobs)}
-        folders.append(sweep.write())
-    html = read(*folders)[0]
-    assert "The baseline, first and last: 300 and 290 images/s." in html
-    assert "The baseline, first and last: 500 and 490 images/s." in html
-
-
 def test_report_names_the_first_disturbance_when_20_runs_have_different_ones(tmp_path: Path) -> None:
     """The choice must be deterministic, although the iteration order of a set differs between processes."""
     sweep = Sweep(tmp_path / "s")

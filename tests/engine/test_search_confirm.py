@@ -97,7 +97,7 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
     after = read_jobs(folder)
     assert [job.status for job in after.jobs] == ["done", *["waiting"] * 5]
     assert [job.config_hash for job in after.jobs[:4]] == [job.config_hash for job in before.jobs]
-    first = load_config(folder / after.jobs[0].folder).seed - (after.jobs[0].block or 0)
+    first = load_config(folder / after.jobs[0].folder).seed - after.jobs[0].block
     assert load_config(folder / deleted.folder).seed == deleted.seed
     assert sorted(load_config(folder / job.folder).seed for job in after.jobs[4:]) == [first + 2] * 2
     assert len({job.folder for job in after.jobs}) == 6

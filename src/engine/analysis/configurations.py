@@ -25,16 +25,11 @@ class Configuration:
     runs: tuple[RunRecord, ...]
 
     @property
-    def repeats(self) -> list[RunRecord]:
-        """Runs of this configuration, without the extra baseline runs at the start and the end of the sweep."""
-        return [run for run in self.runs if run.block is not None]
-
-    @property
     def is_simulated(self) -> bool:
         return any(run.is_simulated for run in self.runs)
 
     def measure(self, name: str) -> Summary | None:
-        return summarize(run.measure(name) for run in self.repeats)
+        return summarize(run.measure(name) for run in self.runs)
 
     @property
     def speed(self) -> Summary | None:
@@ -44,7 +39,7 @@ class Configuration:
     @cached_property
     def peak_bytes(self) -> list[Summary]:
         """Median and range of peak memory in bytes, per device. Ignores repeats that recorded fewer devices than others."""
-        peaks = [dict(enumerate(run.peak_bytes)) for run in self.repeats]
+        peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
         devices = max(map(len, peaks), default=0)
         return list(summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values())
 

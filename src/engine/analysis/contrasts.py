@@ -34,7 +34,7 @@ def rows(group: Group, measure: str) -> list[tuple[str, object, float]]:
     """
     measured: list[tuple[str, object, float]] = []
     for point in group.points:
-        for run in point.repeats:
+        for run in point.runs:
             value = run.measure(measure)
             is_meaningful = measure == "first_step_seconds" or not run.is_simulated
             if value is not None and is_meaningful and not run.neighbours:

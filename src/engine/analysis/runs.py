@@ -42,7 +42,7 @@ class RunRecord:
     reason: str = ""
     code: str = ""  # of the reason why the job was skipped
     sweep: str = ""  # the sweep's folder; empty for a single run
-    block: int | None = 0  # of the sweep; None: an extra run of the baseline, outside all blocks
+    block: int = 0  # of the sweep
     position: int | None = None  # in run order
     overrides: tuple[str, ...] = ()
     model_option: str = ""  # the file of conf/model; empty if Hydra did not record it

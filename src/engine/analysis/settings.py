@@ -34,7 +34,7 @@ class Setting(Configuration):
     def values(self) -> dict[object, float]:
         """Headline metric by seed and fold. Runs with equal seed and fold count as one value, their mean."""
         blocks: dict[object, list[float]] = defaultdict(list)
-        for run in self.repeats:
+        for run in self.runs:
             if run.metric_value is not None:
                 blocks[tuple(run.config.get(key) for key in BLOCKS)].append(run.metric_value)
         return {block: fmean(values) for block, values in blocks.items()}
@@ -148,8 +148,7 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
     """Return the compared configurations in the order of the sweep, each labelled with its values of the keys that differ."""
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
-        if run.block is not None:
-            alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
+        alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
     if len(alike) == 1:
         [members] = alike.values()
         return (Setting(tuple(members), {}, model_name(members[0])),)

@@ -14,7 +14,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -31,6 +31,8 @@ from src.schema import Config, ResolvedConfig, as_resolved
 
 CONF = ROOT / "conf"
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
+# Keys that saved configs of older runs hold and that had no effect on their training.
+FORMER_KEYS = {"sweep": ("precision", "max_repeats"), "parallel": ("dim",)}
 
 
 @dataclass
@@ -201,10 +203,24 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
 
 
+def read_saved(path: Path) -> DictConfig | ListConfig:
+    """Read a config that this or an older version saved, without keys that no longer exist."""
+    tree = load_yaml(path)
+    for name, keys in FORMER_KEYS.items():
+        section = tree.get(name) if isinstance(tree, DictConfig) else None
+        if isinstance(section, DictConfig):
+            for key in keys:
+                section.pop(key, None)
+            # The jobs of such a sweep are all listed in its jobs.json.
+            if section.get("repeats") == "auto":
+                section.repeats = 1
+    return tree
+
+
 def load_config(folder: Path) -> ResolvedConfig:
     """Read the config that `save_config` wrote, and resolve references from the environment."""
     try:
-        task = _task_of(load_yaml(folder / "config.yaml"))
+        task = _task_of(read_saved(folder / "config.yaml"))
     except (OSError, ValueError, YAMLError):
         raise ValueError(f"{folder}: expected a run folder, but it has no readable config.yaml") from None
     return as_resolved(to_config(task))

@@ -34,7 +34,7 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 def read_measured(run: RunRecord) -> Measured | None:
     """Return the step time and sizes of a run; None if it is of dp, unfinished, untimed, next to other jobs, or of no sweep."""
     speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
-    alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours and run.block is not None
+    alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours
     if not (alone and speed and batch and run.devices):
         return None
     images = batch * int(run.config.get("train.accumulate") or 1)

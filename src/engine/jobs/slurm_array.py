@@ -19,7 +19,7 @@ from src.engine.machine.lock import lock_folder
 from src.engine.record.jobs import UNFINISHED, Jobs, read_jobs
 from src.schema import Config
 
-FOLDERS = "array.txt"  # a run folder per line: task n is line n + 1
+FOLDERS = "array.txt"  # a line per task: its number and run folder
 LOCK_SECONDS = 60.0  # to wait while another task updates jobs.json
 
 
@@ -31,7 +31,9 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
         raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or scancel it")
     for job in waiting:
         (jobs.folder / job.folder / "logs").mkdir(exist_ok=True)
-    write_text(jobs.folder / FOLDERS, "".join(f"{(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs))
+    write_text(
+        jobs.folder / FOLDERS, "".join(f"{job.id} {(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs)
+    )
     tasks = ",".join(str(job.id) for job in waiting) + ("" if max_jobs is None else f"%{max_jobs}")
     write_text(script, _array_script(config, jobs.folder.resolve(), tasks))
     jobs.write()
@@ -62,7 +64,7 @@ def _array_script(config: Config, folder: Path, tasks: str) -> str:
         what=f"the jobs of {folder}, a task each",
         log=folder / "task_%a.log",
         array=tasks,
-        before=f'folder=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / FOLDERS))})',
+        before=f'folder=$(sed -n "s/^$SLURM_ARRAY_TASK_ID //p" {shlex.quote(str(folder / FOLDERS))})',
         folder='"$folder"',
         job='"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
         after=shlex.join([sys.executable, *SAFE_PATH, "-m", "src.engine.jobs.slurm_array", str(folder)])

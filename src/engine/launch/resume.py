@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from src.engine.cluster.slurm import queued_job
-from src.engine.config.aliases import load_yaml
-from src.engine.config.compose import Command, compose_command, load_config
+from src.engine.config.compose import Command, compose_command, load_config, read_saved
 from src.engine.keys import leaves
 from src.engine.machine.lock import is_locked
 from src.engine.machine.secrets import hide, mask
@@ -163,7 +162,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it. Jobs of a sweep have no .hydra folder.
     composed = folder / ".hydra" / "config.yaml"
     try:
-        tree = load_yaml(composed if composed.exists() else folder / "config.yaml")
+        tree = read_saved(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.

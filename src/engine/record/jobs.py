@@ -24,7 +24,7 @@ class Job:
     name: str
     folder: str  # below the sweep folder
     overrides: list[str]  # equal for all repeats of one configuration
-    block: int | None = 0  # repeat of the sweep; None: an extra run of the baseline, the sweep's first or last job
+    block: int = 0  # repeat of the sweep
     seed: int | None = None  # the first repeat's plus `block`
     position: int = 0  # in run order
     config_hash: str = ""
@@ -53,14 +53,17 @@ class Jobs:
 
     def write(self) -> None:
         values = {key: getattr(self, key) for key in ("command", "created", "status", "order_seed")}
-        # The two extra runs of the baseline, the sweep's first and last jobs.
-        values["baseline_repeated"] = [job.id for job in self.jobs if job.block is None]
         jobs = [dataclasses.asdict(job) for job in self.jobs]
         write_json(self.folder / "jobs.json", {"format": FORMAT, **values, "jobs": jobs})
 
     def counts(self) -> str:
         """Format the number of jobs per status: `3 done, 1 failed`."""
         return ", ".join(f"{count} {status}" for status, count in Counter(job.status for job in self.jobs).items())
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of repeats."""
+        return 1 + max(job.block for job in self.jobs)
 
     @property
     def have_ended(self) -> bool:
@@ -76,7 +79,7 @@ def new_jobs(folder: Path) -> Jobs:
 
 
 def read_jobs(folder: Path) -> Jobs:
-    """Read jobs.json of a sweep folder, written by this version or an older one."""
+    """Read jobs.json of a sweep folder."""
     path = folder / "jobs.json"
     try:
         values = read_json(path, FORMAT, "is this a sweep folder?")
@@ -84,8 +87,10 @@ def read_jobs(folder: Path) -> Jobs:
         raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in values["jobs"]]
-        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values["order_seed"])
+        # In older sweeps, the first and the last job, without a block, ran the baseline again to measure drift.
+        listed = [job for job in values["jobs"] if job["block"] is not None]
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in listed]
+        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}") from None
 

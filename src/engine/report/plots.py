@@ -148,7 +148,7 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
 
 
 def _steps(group: Group) -> pd.DataFrame:
-    runs = [(point, run.step_parts) for point in group.points for run in point.repeats if not point.is_simulated]
+    runs = [(point, run.step_parts) for point in group.points for run in point.runs if not point.is_simulated]
     rows = [{"point": point.label, **parts} for point, parts in runs if parts]
     return pd.DataFrame(rows, columns=["point", *STEP_PARTS]).groupby("point", sort=False, as_index=False).mean()
 

@@ -80,7 +80,7 @@ def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
     rows = []
     for setting in settings:
         steps: dict[int, list[float]] = defaultdict(list)
-        runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.repeats]
+        runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.runs]
         for curve in runs:
             for step, value in curve.items():
                 steps[step].append(value * factor)

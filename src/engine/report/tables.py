@@ -59,7 +59,7 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     flagged = f", {point.flagged} flagged" if point.flagged else ""
     row = {
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
-        "runs": f"{len(point.repeats)}{flagged}",
+        "runs": f"{len(point.runs)}{flagged}",
         "images/s": _summary(point.speed),
         "over single (95 %)": effect_text(group.over_single(point)),
         "efficiency": figure(efficiency) if efficiency else DASH,
@@ -163,8 +163,6 @@ def _notes(group: Group) -> list[str]:
     notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
     if len(slow) > MOST_NAMED:
         notes.append(f"Outlier, kept: {len(slow) - MOST_NAMED} more, in report.csv.")
-    for _, baseline in speeds[speeds["block"].isna()].groupby("sweep")["images_per_sec"]:
-        notes.append(f"The baseline, first and last: {' and '.join(map(figure, baseline))} images/s.")
     return notes
 
 

@@ -58,13 +58,13 @@ def confirm_best(trials: Jobs, number: int, overrides: list[str], num_seeds: int
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder)
         reset_unfinished(jobs, points)
-        for _ in range(_num_seeds(jobs), num_seeds):
+        for _ in range(jobs.num_blocks, num_seeds):
             append_block(jobs)
         write_folders(jobs)
     else:
         folder.mkdir(exist_ok=True)
         settings = dataclasses.replace(config.sweep, repeats=num_seeds)
-        jobs = freeze_jobs(folder, points, settings, measures_drift=False)
+        jobs = freeze_jobs(folder, points, settings)
     jobs.command = trials.command
     for job in jobs.jobs:
         job.name = "default settings" if job.folder.startswith(DEFAULT) else trials.jobs[number].name
@@ -75,11 +75,7 @@ class Confirmation(Sweep):
     """Runner of the jobs of a confirmation, which continues with the search."""
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
-        return super()._say_stopped(number, self.jobs.folder.parent, f"search.confirm={_num_seeds(self.jobs)}")
-
-
-def _num_seeds(jobs: Jobs) -> int:
-    return 1 + max(job.block or 0 for job in jobs.jobs)
+        return super()._say_stopped(number, self.jobs.folder.parent, f"search.confirm={self.jobs.num_blocks}")
 
 
 def _points(base: DictConfig, overrides: list[str], first_seed: int) -> list[Point]:

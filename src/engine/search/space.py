@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.engine.config.compose import Command, to_config
+from src.engine.config.compose import Command, read_saved, to_config
 from src.engine.config.suggest import explain, is_known, is_lower_better, key_hint
 from src.engine.keys import leaves
 from src.engine.machine.files import write_text
@@ -215,7 +215,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
 def read_frozen(path: Path) -> DictConfig:
     """Read a saved config with its `hydra` block. Raises ValueError if the file is missing or damaged."""
     try:
-        tree = OmegaConf.load(path)
+        tree = read_saved(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(f"{path}: missing or damaged; restore the file, or start again in a new folder") from None

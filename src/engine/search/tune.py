@@ -44,8 +44,8 @@ def start_tuning(command: Command, points: list[Point]) -> int:
         raise ValueError("sweep.tune: tries a list of settings, and search=… searches values; use one of the two")
     if settings.jobs != 1:
         raise ValueError(f"sweep.jobs={settings.jobs}: sweep.tune times its jobs, so each runs alone; use sweep.jobs=1")
-    if settings.repeats in ("auto", 1):
-        raise ValueError(f"sweep.repeats={settings.repeats}: sweep.tune needs a number, 2 or more; use sweep.repeats=5")
+    if settings.repeats == 1:
+        raise ValueError("sweep.repeats=1: sweep.tune needs 2 or more; use sweep.repeats=5")
     if config.train.max_steps is None or config.train.evaluate_every != 0:
         raise ValueError("sweep.tune: measures short runs; set train.max_steps, and train.evaluate_every=0")
     if points[0].reason:
@@ -142,7 +142,7 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
     speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for run in collect([screening.folder]):
         speed = run.measure("images_per_sec")
-        if run.comparable and run.block is not None and speed is not None:
+        if run.comparable and speed is not None:
             speeds[run.overrides[len(current.overrides) :]][run.block] = speed
     of_current = speeds.pop((), {})
     # The median, because one disturbed run should not decide.

@@ -1,7 +1,6 @@
 """Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with another seed.
 
 Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The Design of Experiments).
-One configuration, the baseline, also runs first and last, to warm the machine up and to measure its drift.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import ListConfig, OmegaConf
 
@@ -21,11 +19,6 @@ from src.engine.machine.files import claim_folder, write_text
 from src.engine.record.jobs import Job, Jobs, config_hash, new_jobs
 from src.engine.sweep.board import counted
 from src.engine.sweep.points import Point, freeze_job, names_of
-
-if TYPE_CHECKING:
-    from src.engine.analysis.statistics import Contrast
-
-MIN_BLOCKS = 3  # of sweep.repeats=auto; fewer leave the intervals too few degrees of freedom
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
@@ -40,23 +33,8 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
         check_baseline(settings.baseline, [point.overrides for point in points], configs)
 
 
-def count_blocks(settings: SweepConfig) -> int:
-    """Return the number of repeats that a sweep starts with; with sweep.repeats=auto, it may append more."""
-    return min(MIN_BLOCKS, settings.max_repeats) if settings.repeats == "auto" else int(settings.repeats)
-
-
-def freeze_jobs(
-    folder: Path,
-    points: list[Point],
-    settings: SweepConfig,
-    order_seed: int | None = None,
-    *,
-    measures_drift: bool = True,
-) -> Jobs:
-    """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`.
-
-    `measures_drift`: a repeated sweep begins and ends with an extra job of the baseline configuration.
-    """
+def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
+    """Write jobs.json and every job's config, so that later edits do not change queued jobs. Tests set `order_seed`."""
     repeated = settings.repeats != 1
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
@@ -67,13 +45,9 @@ def freeze_jobs(
         job = Job(0, name, subdir, point.overrides, seed=point.config.seed, reason=point.reason, code=point.code)
         first.append(job)
         first[-1].status = "skipped" if point.reason else "waiting"
-    if repeated and measures_drift:
-        _append(jobs, [_repeat(_baseline(first, points), None, "baseline_first")])
     _append(jobs, first, block=0)
-    for _ in range(1, count_blocks(settings)):
+    for _ in range(1, settings.repeats):
         append_block(jobs)
-    if settings.repeats != "auto":
-        append_baseline(jobs)
     # First, so that a sweep that is killed while it writes the folders can be resumed.
     jobs.write()
     write_folders(jobs, points)
@@ -96,62 +70,28 @@ def write_folders(jobs: Jobs, points: Sequence[Point] = ()) -> None:
             count()
 
 
-def _baseline(jobs: list[Job], points: list[Point]) -> Job:
-    """Return the job that runs first and last to measure drift: the first that can run here, preferably on 1 device."""
-    can_run = [(job, point) for job, point in zip(jobs, points, strict=True) if job.status == "waiting"]
-    return min(can_run, key=lambda pair: not pair[1].config.parallel.has_one_device)[0]
-
-
 def append_block(jobs: Jobs) -> None:
     """Append jobs that repeat all configurations once more, except failed and skipped ones. Writes no folders."""
     first = [job for job in jobs.jobs if job.block == 0]
-    block = 1 + max(job.block for job in jobs.jobs if job.block is not None)
+    block = jobs.num_blocks
     again = [job for job in first if job.status in ("waiting", "done")]
-    copies = [_repeat(job, block, job.folder.replace("_block_0", f"_block_{block}", 1)) for job in again]
-    _append(jobs, copies, block)
+    _append(jobs, [_repeat(job, block) for job in again], block)
 
 
-def append_baseline(jobs: Jobs) -> None:
-    """Append an extra job of the baseline configuration, which measures drift, if the sweep began with one."""
-    first = jobs.jobs[0]
-    if first.block is None and jobs.jobs[-1].block is not None:
-        _append(jobs, [_repeat(first, None, "baseline_last")])
-
-
-def wants_block(jobs: Jobs, settings: SweepConfig) -> bool:
-    """Return True if a sweep needs another repeat: a speed ratio is less precise than sweep.precision. Call it between jobs."""
-    from src.engine.analysis.contrasts import SPEED, with_contrasts
-    from src.engine.analysis.groups import group_runs
-    from src.engine.report.collect import collect  # slow to import
-
-    if jobs.jobs[-1].block is None or 1 + max(job.block or 0 for job in jobs.jobs) >= settings.max_repeats:
-        return False
-    groups = with_contrasts(group_runs(collect([jobs.folder])), settings.smallest_difference)
-    contrasts = [contrast for group in groups for contrast in group.contrasts[SPEED]]
-    return any(_half_width(contrast) > settings.precision for contrast in contrasts)
-
-
-def _half_width(contrast: Contrast) -> float:
-    """Return the relative distance from a ratio to the farther end of its confidence interval; 0 without a ratio."""
-    if contrast.ratio is None:
-        return 0.0
-    low, high = contrast.interval
-    return max(high / contrast.ratio, contrast.ratio / low) - 1
-
-
-def _append(jobs: Jobs, more: list[Job], block: int | None = None) -> None:
+def _append(jobs: Jobs, more: list[Job], block: int) -> None:
     """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of this repeat."""
-    if block is not None and jobs.order_seed is not None:
+    if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)
     for job in more:
         job.id = job.position = len(jobs.jobs)
         jobs.jobs.append(job)
 
 
-def _repeat(source: Job, block: int | None, subdir: str) -> Job:
-    """Return a job that repeats `source`, with the seed of repeat number `block`. Writes no folder."""
+def _repeat(source: Job, block: int) -> Job:
+    """Return the job that repeats `source`, of repeat 0, in repeat number `block`. Writes no folder."""
     assert source.seed is not None
-    return Job(0, source.name, subdir, source.overrides, block, source.seed + (block or 0) - (source.block or 0))
+    folder = source.folder.replace("_block_0", f"_block_{block}", 1)
+    return Job(0, source.name, folder, source.overrides, block, source.seed + block)
 
 
 def _copy(jobs: Jobs, source: Job, job: Job) -> None:

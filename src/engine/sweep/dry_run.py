@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from src.engine.keys import SweepConfig
-from src.engine.sweep.blocks import count_blocks
 from src.engine.sweep.points import Point, names_of
 from src.schema import DataConfig, ResolvedConfig
 
@@ -38,14 +37,11 @@ def show_points(points: list[Point], settings: SweepConfig, training_size: Calla
 
 
 def count_runs(points: list[Point], settings: SweepConfig) -> str:
-    """Format the number of runs in all repeats, with the baseline's two extra runs, without jobs that cannot run here."""
-    can_run, blocks = sum(not point.reason for point in points), count_blocks(settings)
+    """Format the number of runs in all repeats, without jobs that cannot run here."""
+    can_run = sum(not point.reason for point in points)
     if settings.repeats == 1 or not can_run:
         return f"{can_run} runs"
-    most = settings.max_repeats if settings.repeats == "auto" else blocks
-    low, high = can_run * blocks + 2, can_run * most + 2
-    repeats, runs = (str(a) if a == b else f"{a} to {b}" for a, b in ((blocks, most), (low, high)))
-    return f"{runs} runs ({can_run} configurations × {repeats} repeats + 2 of the baseline)"
+    return f"{can_run * settings.repeats} runs ({can_run} configurations × {settings.repeats} repeats)"
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:

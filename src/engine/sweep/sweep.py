@@ -14,7 +14,7 @@ from src.engine.jobs.local_job import sync_from_result
 from src.engine.jobs.slurm_job import SlurmQueue
 from src.engine.machine.files import claim_folder
 from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
-from src.engine.sweep.blocks import append_baseline, append_block, check_blocks, freeze_jobs, wants_block, write_folders
+from src.engine.sweep.blocks import check_blocks, freeze_jobs
 from src.engine.sweep.headline import show_headline
 from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
 from src.engine.sweep.rebuild import check_folders
@@ -29,11 +29,8 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     if not configs:
         raise ValueError(f"no job of this sweep can run here; reason of the first job: {points[0].reason}")
     check_blocks(points, settings)
-    if cluster.scheduler != "local":
-        if settings.repeats == "auto":
-            raise ValueError("sweep.repeats=auto: Slurm gets all jobs of a sweep at once; set a number, such as 5")
-        if any(config.cluster != configs[0].cluster for config in configs):
-            raise ValueError("cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster keys")
+    if cluster.scheduler != "local" and any(config.cluster != configs[0].cluster for config in configs):
+        raise ValueError("cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster keys")
     max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
     check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
@@ -89,11 +86,6 @@ class Sweep(Runner):
         self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
 
     def waiting(self) -> list[Job]:
-        """Return the waiting jobs. With sweep.repeats=auto, append a repeat if the report is not precise enough yet."""
-        if self.settings.repeats == "auto" and self.jobs.have_ended:
-            append = append_block if wants_block(self.jobs, self.settings) else append_baseline
-            append(self.jobs)
-            write_folders(self.jobs)
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 
     def _close(self) -> int:
