@@ -67,7 +67,7 @@ class Sweep:
         number = len(self.jobs)
         self.jobs.append(
             {"id": number, "name": f"{number}_x", "folder": str(number), "overrides": overrides, "block": block}
-            | {"config_hash": "ab12", "status": status, "reason": reason, "started": None, "ended": None}
+            | {"status": status, "reason": reason, "started": None, "ended": None}
             | fields
         )
 

@@ -11,10 +11,11 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from src.engine.config.compose import compose_command, load_config
+from src.engine.jobs.folders import write_job_folder
 from src.engine.keys import SweepConfig
 from src.engine.launch.resume import compose_run
 from src.engine.record.jobs import Job, Jobs, read_jobs
-from src.engine.sweep.blocks import check_blocks, freeze_jobs
+from src.engine.sweep.blocks import append_block, check_blocks, freeze_jobs
 from src.engine.sweep.points import Point, expand
 
 SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
@@ -44,7 +45,7 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4, **settings: Any)
 def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five)
     ran = [job for job in jobs.jobs if job.status != "skipped"]
-    assert [job.position for job in jobs.jobs] == list(range(len(jobs.jobs))) == [job.id for job in jobs.jobs]
+    assert [job.id for job in jobs.jobs] == list(range(len(jobs.jobs)))
     assert [job.block for job in ran] == [*[0] * 5, *[1] * 5, *[2] * 5, *[3] * 5]
     for block in blocks_of(jobs):
         runnable = [tuple(job.overrides) for job in block if job.status != "skipped"]
@@ -81,32 +82,37 @@ def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(tmp_path: Path, 
         if job.status == "skipped":
             continue
         twin = first[tuple(job.overrides)]
-        text = (tmp_path / job.folder / "config.yaml").read_text()
-        first_text = (tmp_path / twin.folder / "config.yaml").read_text()
+        text = (write_job_folder(tmp_path, job) / "config.yaml").read_text()
+        first_text = (write_job_folder(tmp_path, twin) / "config.yaml").read_text()
         assert job.seed == 7 + job.block
         renamed = first_text.replace(str(tmp_path / twin.folder), str(tmp_path / job.folder))
         assert text == renamed.replace("\nseed: 7", f"\nseed: {job.seed}")
-    assert load_config(tmp_path / jobs.jobs[-1].folder).seed == 10
+    assert load_config(write_job_folder(tmp_path, jobs.jobs[-1])).seed == 10
 
 
-def test_added_sweep_repeat_copies_saved_job_configs_instead_of_composing_conf_again(
-    tmp_path: Path, five: list[Point], monkeypatch: pytest.MonkeyPatch
+def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_conf_again(
+    tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five, repeats=1)
-    for job in jobs.jobs:  # the saved config differs from conf/
-        path = tmp_path / job.folder / "config.yaml"
-        if path.exists():
-            path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
-    from src.engine.sweep import blocks
+    for path in tmp_path.glob("configs/*/config.yaml"):  # the saved config differs from conf/
+        path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
+    append_block(jobs)
+    assert [load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]] == [9] * 5
 
-    blocks.append_block(jobs)
-    blocks.write_folders(jobs)
-    assert [load_config(tmp_path / job.folder).train.epochs for job in blocks_of(jobs)[1]] == [9] * 5
+
+def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(tmp_path: Path) -> None:
+    jobs = frozen(tmp_path, points("optim.lr=0.1,0.2", "parallel=single", "hydra.sweep.subdir=a/b"), repeats=2)
+    assert {job.folder: load_config(write_job_folder(tmp_path, job)).optim.lr for job in jobs.jobs} == {
+        "a/b_block_0": 0.1,
+        "a/b_block_0_1": 0.2,
+        "a/b_block_1": 0.1,
+        "a/b_block_1_1": 0.2,
+    }
 
 
 def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(tmp_path: Path, five: list[Point]) -> None:
     jobs = frozen(tmp_path, five, repeats=2)
-    later = tmp_path / blocks_of(jobs)[1][0].folder
+    later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
     assert compose_run(get_args_parser().parse_args([f"resume={later}"])).config.seed == 8
 

@@ -171,7 +171,7 @@ def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order
     sweep = sweep_over_rates(tmp_path / "s")
     sweep.jobs.reverse()
     for position, job in enumerate(sweep.jobs):
-        job["position"] = position
+        job["id"] = position
     assert read(sweep.write())[2]["settings"][0]["baseline"] == "optim.lr=0.001"
 
 

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from commands import Train
 from configs import parse, tiny
 from src.engine.config.compose import load_config
+from src.engine.jobs.folders import write_job_folder
 from src.engine.record.jobs import Job, Jobs, read_jobs
 from src.engine.search.confirm import Confirmation, check_confirmation, confirm_best
 from src.engine.search.search import _confirm
@@ -60,7 +61,7 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
     assert jobs.command == trials.command
     seeds: dict[str, list[int]] = {}
     for job in jobs.jobs:
-        folder = jobs.folder / job.folder
+        folder = write_job_folder(jobs.folder, job)
         config = load_config(folder)
         seeds.setdefault(job.name, []).append(config.seed)
         assert f"seed={config.seed}" in OmegaConf.load(folder / ".hydra" / "overrides.yaml")
@@ -96,32 +97,24 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
     confirm_best(trials, 0, BEST, 3, max_jobs=1)
     after = read_jobs(folder)
     assert [job.status for job in after.jobs] == ["done", *["waiting"] * 5]
-    assert [job.config_hash for job in after.jobs[:4]] == [job.config_hash for job in before.jobs]
-    first = load_config(folder / after.jobs[0].folder).seed - after.jobs[0].block
-    assert load_config(folder / deleted.folder).seed == deleted.seed
-    assert sorted(load_config(folder / job.folder).seed for job in after.jobs[4:]) == [first + 2] * 2
+    assert [(job.folder, job.seed) for job in after.jobs[:4]] == [(job.folder, job.seed) for job in before.jobs]
+    seeds = [load_config(write_job_folder(folder, job)).seed for job in after.jobs]
+    assert seeds == [job.seed for job in after.jobs]
+    assert seeds[4:] == [max(seeds[:4]) + 1] * 2
     assert len({job.folder for job in after.jobs}) == 6
 
 
-def test_search_confirm_writes_missing_job_folders_when_resumed_after_a_kill(
+def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_configs(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
     confirm_best(trials, 0, BEST, 2, max_jobs=1)
     folder = confirmations[0].jobs.folder
-    jobs = read_jobs(folder)
-    # As jobs.json is written before the folders.
-    for job in jobs.jobs:
-        job.config_hash = ""
-    for job in jobs.jobs[2:]:
-        shutil.rmtree(folder / job.folder)
-    jobs.write()
+    (folder / "jobs.json").unlink()
     confirm_best(trials, 0, BEST, 2, max_jobs=1)
-    assert all((folder / job.folder / "config.yaml").exists() for job in read_jobs(folder).jobs)
-    shutil.rmtree(folder)
-    folder.mkdir()
-    confirm_best(trials, 0, BEST, 2, max_jobs=1)
-    assert len(read_jobs(folder).jobs) == 4
+    jobs = read_jobs(folder).jobs
+    assert [load_config(write_job_folder(folder, job)).seed for job in jobs] == [job.seed for job in jobs]
+    assert len({job.folder for job in jobs}) == len(jobs) == 4
 
 
 def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(

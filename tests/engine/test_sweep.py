@@ -19,6 +19,7 @@ from commands import processes_of
 from ranks import train_warm
 from src.engine.config.compose import load_config
 from src.engine.errors import BATCH_NOT_DIVISIBLE, ONE_DEVICE
+from src.engine.jobs.folders import config_folder
 from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
 from src.engine.record.jobs import read_jobs
@@ -149,10 +150,10 @@ def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
         points("seed=range(3,3)")
 
 
-def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
-    """Jobs read config.yaml in their folder, not conf/."""
+def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> None:
+    """Jobs start from these files, not from conf/."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
-    assert [load_config(tmp_path / job.folder).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
+    assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
 
 
 @pytest.mark.processes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -19,10 +19,10 @@ from commands import Refuse
 from configs import parse, tiny
 from src.data.check import check_data
 from src.engine.errors import ONE_DEVICE
+from src.engine.jobs.folders import write_job_folder
 from src.engine.multirun import run_multirun
-from src.engine.record.jobs import Job, Jobs, read_jobs
+from src.engine.record.jobs import Jobs, read_jobs
 from src.engine.record.result import Result, write_result
-from src.engine.sweep.points import Point
 from src.engine.sweep.sweep import Sweep
 from src.schema import Config
 
@@ -128,11 +128,11 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
 
 @pytest.fixture
 def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stop sweeps before their first job and return the folders of the jobs that would run."""
+    """Stop sweeps before their first job, write the folders of the jobs that would run, and return their names."""
     waiting: list[str] = []
 
     def run(sweep: Sweep) -> int:
-        waiting[:] = [job.folder for job in sweep.waiting()]
+        waiting[:] = [write_job_folder(sweep.jobs.folder, job).name for job in sweep.waiting()]
         sweep.jobs.write()
         return 0
 
@@ -181,25 +181,19 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
     assert checked == [64, 128]
 
 
-def test_sweep_resume_refuses_an_edited_job_config(tmp_path: Path, no_jobs: list[str]) -> None:
+def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(tmp_path: Path, no_jobs: list[str]) -> None:
     folder = tmp_path / "sweep"
     start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
     edited = folder / "0_block_1" / "config.yaml"
     text = edited.read_text()
-    assert "  lr: 0.001\n" in text
     edited.write_text(text.replace("  lr: 0.001\n", "  lr: 0.5\n"))
-    with pytest.raises(ValueError, match=f"^{edited}: "):
-        resume(folder)
-    # The fix in the message: without its folder, the job is composed as before.
-    shutil.rmtree(edited.parent)
+    assert edited.read_text() != text
     assert resume(folder) == 0
     assert edited.read_text() == text
 
 
-def test_sweep_resume_recreates_deleted_job_folders(
-    tmp_path: Path, no_jobs: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One deleted job was done, the other waiting. Both get their original files; the remaining jobs are unchanged."""
+def test_sweep_resume_writes_deleted_job_folders_as_they_were(tmp_path: Path, no_jobs: list[str]) -> None:
+    """One deleted job was done, the other waiting. The command of the sweep would compose other jobs today."""
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
     for job in jobs.jobs:
@@ -207,78 +201,36 @@ def test_sweep_resume_recreates_deleted_job_folders(
         write_result(folder / job.folder, Result("done"))
     waiting = next(job for job in jobs.jobs if job.folder == "1_block_0")
     waiting.status = "waiting"
+    jobs.command = jobs.command.replace("1e-4", "1e-5")
     jobs.write()
     wanted = {name: files_of(folder / name) for name in ("0_block_1", "1_block_0")}
     for name in wanted:
         shutil.rmtree(folder / name)
-    capsys.readouterr()
     assert resume(folder) == 0
     assert sorted(no_jobs) == ["0_block_1", "1_block_0"]
     assert {name: files_of(folder / name) for name in wanted} == wanted
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert any(str(folder / "0_block_1") in line and "done" in line for line in lines)
 
 
-def killed_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a sweep whose process ends, as by SIGKILL, when it has written one of four folders."""
-    from src.engine.sweep import blocks
-
-    freeze = blocks.freeze_job
-
-    def freeze_one(folder: Path, job: Job, point: Point) -> None:
-        if (folder / "0_block_0").exists():
-            raise SystemExit("killed")
-        freeze(folder, job, point)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks, "freeze_job", freeze_one)
-        patch.setattr("src.engine.sweep.sweep.shutil.rmtree", lambda folder: None)
-        with pytest.raises(SystemExit):
-            start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2", "sweep.shuffle=false")
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["0_block_0"]
-
-
-def test_sweep_resume_writes_missing_job_folders_when_killed_while_writing_them(
-    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    killed_while_writing(killed, monkeypatch)
-    assert resume(killed) == 0
-    jobs = start(whole, "optim.lr=1e-3,1e-4", "sweep.repeats=2", "sweep.shuffle=false")
-    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in whole.iterdir())
-    fields = [(job.folder, job.seed, job.config_hash, job.status) for job in jobs.jobs]
-    assert [(job.folder, job.seed, job.config_hash, job.status) for job in read_jobs(killed).jobs] == fields
-    assert len(no_jobs) == len(fields) == 4
-
-
-def test_sweep_resume_is_refused_when_its_command_composes_other_jobs_than_before(
-    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(tmp_path: Path, no_jobs: list[str]) -> None:
+    """Such a sweep has no configs/, and its jobs.json lists two runs of the baseline outside the repeats."""
     folder = tmp_path / "sweep"
-    killed_while_writing(folder, monkeypatch)
-    jobs = read_jobs(folder)
-    jobs.command = jobs.command.replace("1e-4", "1e-5")
-    jobs.write()
-    with pytest.raises(ValueError, match=f"^{folder}: .*conf/"):
-        resume(folder)
-    assert (folder / "0_block_0").exists()
-
-
-def test_sweep_resume_refuses_a_deleted_job_whose_config_would_change(tmp_path: Path, no_jobs: list[str]) -> None:
-    """The test edits the saved command of the sweep, which has the same effect as an edit of conf/."""
-    folder = tmp_path / "sweep"
-    jobs = start(folder, "seed=1,2")
-    words = shlex.split(jobs.command)
-    jobs.command = shlex.join([*words, "train.smoothing=0.2"])
-    jobs.write()
-    for job in jobs.jobs:
-        job.overrides = [*job.overrides, "train.smoothing=0.2"]
-    jobs.write()
-    shutil.rmtree(folder / "1")
-    with pytest.raises(ValueError, match=f"{folder / '1'}.*conf/"):
-        resume(folder)
-    assert not (folder / "1").exists()
+    jobs = start(folder, "optim.lr=1e-3,1e-4", "seed=1,2")
+    shutil.rmtree(folder / "configs")
+    written = json.loads((folder / "jobs.json").read_text())
+    for job in written["jobs"]:
+        del job["configuration"]
+        job |= {"config_hash": "0123", "position": job["id"]}
+    written["jobs"][0]["block"] = written["jobs"][3]["block"] = None
+    (folder / "jobs.json").write_text(json.dumps(written))
+    config = folder / "1" / "config.yaml"
+    text = config.read_text().replace("sweep:\n  repeats: 1\n", "sweep:\n  repeats: auto\n  precision: 0.05\n")
+    config.write_text(text)
+    assert "precision: 0.05" in text
+    write_result(folder / "2", Result("done"))
+    assert resume(folder) == 0
+    assert no_jobs == ["1"]
+    assert (config.read_text(), len(jobs.jobs)) == (text, 4)
+    assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done"]
 
 
 def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_truncated(

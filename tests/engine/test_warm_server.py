@@ -22,6 +22,7 @@ from commands import ROOT, processes_of
 from configs import parse, tiny
 from ranks import run_warm
 from src.engine.jobs import warm_server
+from src.engine.jobs.folders import frozen_config, write_job_folder
 from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.keys import SweepConfig
 from src.engine.launch import fork_server, rank
@@ -32,7 +33,7 @@ from src.engine.machine.lock import is_locked
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import read_result
 from src.engine.sweep.blocks import freeze_jobs
-from src.engine.sweep.points import expand, frozen_config
+from src.engine.sweep.points import expand
 
 pytestmark = [
     pytest.mark.processes,
@@ -55,7 +56,7 @@ def frozen(folder: Path, *overrides: str) -> Path:
     folder.mkdir()
     [job] = freeze_jobs(folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()).jobs
     (folder / job.folder / "logs").mkdir()
-    return folder / job.folder
+    return write_job_folder(folder, job)
 
 
 def start(server: WarmServer, folder: Path, **variables: str) -> ForkedJob:

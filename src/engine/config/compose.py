@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -31,8 +32,6 @@ from src.schema import Config, ResolvedConfig, as_resolved
 
 CONF = ROOT / "conf"
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
-# Keys that saved configs of older runs hold and that had no effect on their training.
-FORMER_KEYS = {"sweep": ("precision", "max_repeats"), "parallel": ("dim",)}
 
 
 @dataclass
@@ -204,16 +203,15 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
 
 def read_saved(path: Path) -> DictConfig | ListConfig:
-    """Read a config that this or an older version saved, without keys that no longer exist."""
+    """Read a config that this or an older version saved, without the settings of sweep.repeats=auto, which is gone."""
     tree = load_yaml(path)
-    for name, keys in FORMER_KEYS.items():
-        section = tree.get(name) if isinstance(tree, DictConfig) else None
-        if isinstance(section, DictConfig):
-            for key in keys:
-                section.pop(key, None)
-            # The jobs of such a sweep are all listed in its jobs.json.
-            if section.get("repeats") == "auto":
-                section.repeats = 1
+    sweep = tree.get("sweep") if isinstance(tree, DictConfig) else None
+    if isinstance(sweep, DictConfig):
+        sweep.pop("precision", None)
+        sweep.pop("max_repeats", None)
+        # All jobs of such a sweep are in its jobs.json.
+        if sweep.get("repeats") == "auto":
+            sweep.repeats = 1
     return tree
 
 
@@ -224,6 +222,21 @@ def load_config(folder: Path) -> ResolvedConfig:
     except (OSError, ValueError, YAMLError):
         raise ValueError(f"{folder}: expected a run folder, but it has no readable config.yaml") from None
     return as_resolved(to_config(task))
+
+
+def copy_config(source: Path, folder: Path, seed: int) -> None:
+    """Write what `save_hydra_files` and `save_config` wrote to `source` to another folder, with the given seed."""
+    config, hydra = load_config(source), folder / ".hydra"
+    shutil.copytree(source / ".hydra", hydra, dirs_exist_ok=True)
+    if seed != config.seed:
+        config.seed = seed
+        composed, overrides = OmegaConf.load(hydra / "config.yaml"), OmegaConf.load(hydra / "overrides.yaml")
+        assert isinstance(composed, DictConfig) and isinstance(overrides, ListConfig)
+        composed.seed = seed
+        overrides.append(f"seed={seed}")
+        write_text(hydra / "config.yaml", OmegaConf.to_yaml(composed))
+        write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(overrides))
+    save_config(config, folder)
 
 
 def _task_of(tree: Any) -> DictConfig:

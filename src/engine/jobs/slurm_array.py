@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from src.engine.cluster.slurm import JOB_ID, SCRIPT, jobs_in_queue, sbatch, script_of, wait_for
+from src.engine.jobs.folders import write_job_folder
 from src.engine.jobs.local_job import sync_from_result
 from src.engine.launch.supervisor import SAFE_PATH
 from src.engine.machine.files import write_text
@@ -30,7 +31,7 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
     if not is_new and config.cluster.submit and (queued := jobs_in_queue().get(str(script))) is not None:
         raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or scancel it")
     for job in waiting:
-        (jobs.folder / job.folder / "logs").mkdir(exist_ok=True)
+        (write_job_folder(jobs.folder, job) / "logs").mkdir(exist_ok=True)
     write_text(
         jobs.folder / FOLDERS, "".join(f"{job.id} {(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs)
     )

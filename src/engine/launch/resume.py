@@ -159,7 +159,7 @@ def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[st
 
 def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Return the composed config of a run, without the options of its strategy if `overrides` choose another strategy."""
-    # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it. Jobs of a sweep have no .hydra folder.
+    # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it.
     composed = folder / ".hydra" / "config.yaml"
     try:
         tree = read_saved(composed if composed.exists() else folder / "config.yaml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import shlex
 import sys
 import time
@@ -20,14 +19,13 @@ FAILED = ("failed", "out_of_memory", "not_finite")
 
 @dataclass
 class Job:
-    id: int
+    id: int  # in run order, from 0
     name: str
     folder: str  # below the sweep folder
     overrides: list[str]  # equal for all repeats of one configuration
     block: int = 0  # repeat of the sweep
     seed: int | None = None  # the first repeat's plus `block`
-    position: int = 0  # in run order
-    config_hash: str = ""
+    configuration: int | None = None  # number in configs/; None: a trial of a search, whose config is in its folder
     status: str = "waiting"  # waiting, running, or a status of result.json
     reason: str = ""
     code: str = ""  # of the reason to skip it, see engine/errors.py; empty for a reason without one
@@ -101,12 +99,6 @@ def _report_without_jobs(folder: Path) -> str:
         return ""
     quoted = shlex.quote(str(folder))
     return f"; compare its ended jobs with: python scripts/report.py --out {quoted} $(dirname {quoted}/*/result.json)"
-
-
-def config_hash(path: Path) -> str:
-    """Hash a saved config.yaml without its comments, which contain the folder's name."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def now() -> str:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from src.engine.jobs.slurm_job import SlurmQueue
 from src.engine.record.jobs import Jobs, read_jobs
 from src.engine.search.space import Dimension, read_search, trial_point
-from src.engine.sweep.blocks import append_block, freeze_jobs, write_folders
+from src.engine.sweep.blocks import append_block, freeze_jobs
 from src.engine.sweep.points import Point, task_overrides
 from src.engine.sweep.sweep import Sweep, reset_unfinished
 from src.schema import Config
@@ -57,10 +57,9 @@ def confirm_best(trials: Jobs, number: int, overrides: list[str], num_seeds: int
         print(f"confirm      trial {number} against the default settings, {num_seeds} new seeds each")
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder)
-        reset_unfinished(jobs, points)
+        reset_unfinished(jobs)
         for _ in range(jobs.num_blocks, num_seeds):
             append_block(jobs)
-        write_folders(jobs)
     else:
         folder.mkdir(exist_ok=True)
         settings = dataclasses.replace(config.sweep, repeats=num_seeds)

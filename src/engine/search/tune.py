@@ -75,7 +75,7 @@ def resume_tuning(folder: Path, command: Command) -> int:
     keys_that_may_change(command, folder)
     screening = read_jobs(folder / SCREENING)
     if not (folder / "jobs.json").is_file():
-        reset_unfinished(screening, _settings_alone(trial_point(read_frozen(folder / FROZEN), [], 0)))
+        reset_unfinished(screening)
     return _run(folder, screening)
 
 
@@ -96,18 +96,23 @@ def _run(folder: Path, screening: Jobs) -> int:
         code = _Screening(screening).run()
         if code:
             return code
+    if (folder / "jobs.json").is_file():
+        jobs = read_jobs(folder)
+        reset_unfinished(jobs)
+    else:
+        jobs = _freeze_finalists(folder, screening)
+    return Sweep(jobs).run()
+
+
+def _freeze_finalists(folder: Path, screening: Jobs) -> Jobs:
+    """Write the configs of the current settings, and of the best settings and combinations of the screening."""
     tree = read_frozen(folder / FROZEN)
     current = trial_point(tree, [], 0)
     chosen = _finalists(screening, current)
     points = [trial_point(tree, list(overrides), number) for number, overrides in enumerate(chosen, 1)]
     # Settings that can run alone may contradict each other.
     points = [current, *(point for point in points if not point.reason)]
-    if (folder / "jobs.json").is_file():
-        jobs = read_jobs(folder)
-        reset_unfinished(jobs, points)
-    else:
-        jobs = freeze_jobs(folder, points, current.config.sweep)
-    return Sweep(jobs).run()
+    return freeze_jobs(folder, points, current.config.sweep)
 
 
 def _settings_alone(current: Point) -> list[Point]:

@@ -6,24 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from src.engine.config.compose import Command, compose_command, load_config, save_config, save_hydra_files, to_config
+from src.engine.config.compose import Command, compose_command, save_config, save_hydra_files, to_config
 from src.engine.config.resolve import notices, resolve
 from src.engine.config.suggest import explain
 from src.engine.config.validate import check_combination
+from src.engine.jobs.folders import claim_job_folder, config_folder
 from src.engine.keys import SearchConfig
 from src.engine.machine import hardware
-from src.engine.machine.files import claim_folder
 from src.engine.machine.secrets import hide
-from src.engine.record.jobs import Job, config_hash
+from src.engine.record.jobs import Job
 from src.engine.sweep.board import counted
 from src.engine.sweep.composer import Composer
-from src.schema import Config, ResolvedConfig
+from src.schema import Config
 
 
 @dataclass
@@ -105,27 +104,15 @@ def names_of(points: list[Point]) -> list[str]:
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write the job's config into a new run folder below the sweep's `folder`, unless the job cannot run here."""
+    """Write a job's config below the sweep's `folder` and create its run folder, unless the job cannot run here."""
     if point.reason:
         job.status, job.reason, job.code = "skipped", point.reason, point.code
         return
-    # hydra.sweep.subdir may give two jobs the same name.
-    run_folder = claim_folder(folder / job.folder)
-    job.folder = str(run_folder.relative_to(folder))
-    save_job_files(point, run_folder)
-    job.config_hash = config_hash(run_folder / "config.yaml")
-
-
-@cache
-def frozen_config(folder: Path) -> ResolvedConfig:
-    """Return the config that `freeze_job` wrote into a run folder, read once."""
-    return load_config(folder)
-
-
-def save_job_files(point: Point, folder: Path) -> None:
-    """Write `.hydra/`, then config.yaml, which keeps references such as `${oc.env:TOKEN}` unresolved as in `.hydra/`."""
-    save_hydra_files(point.tree, folder)
-    save_config(point.config, folder)
+    claim_job_folder(folder, job)
+    target = config_folder(folder, job)
+    save_hydra_files(point.tree, target)
+    # Afterwards, because it keeps references such as `${oc.env:TOKEN}` unresolved as in `.hydra/`.
+    save_config(point.config, target)
 
 
 def task_overrides(tree: DictConfig) -> list[str]:

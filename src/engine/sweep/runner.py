@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from src.engine.jobs.devices import devices_here, need_of, why_alone
+from src.engine.jobs.folders import config_folder, frozen_config, write_job_folder
 from src.engine.jobs.local_job import LocalJob, Watch
 from src.engine.jobs.scheduler import DeviceScheduler, Requirement
 from src.engine.jobs.slurm_job import SlurmJob, SlurmQueue
@@ -23,7 +24,7 @@ from src.engine.machine.lock import lock_folder
 from src.engine.machine.signals import Stopped, signal_handlers
 from src.engine.record.jobs import Job, Jobs, now
 from src.engine.sweep.board import Board
-from src.engine.sweep.points import frozen_config
+from src.schema import ResolvedConfig
 
 POLL_SECONDS = 0.02
 SLURM_POLL_SECONDS = 0.25  # longer, because a poll reads from a network file system
@@ -53,6 +54,10 @@ class Runner(ABC):
     @abstractmethod
     def waiting(self) -> list[Job]:
         """Return the jobs, with saved configs, that may start now. `run` ends when no job waits or runs."""
+
+    def config_of(self, job: Job) -> ResolvedConfig:
+        """Return the saved config of a job, except for the seed of a repeat."""
+        return frozen_config(config_folder(self.jobs.folder, job))
 
     def watch(self, job: Job) -> Watch | None:
         """Return the function that decides whether to prune (stop early) the starting job; None: never prune."""
@@ -117,9 +122,9 @@ class Runner(ABC):
         if chosen is None:
             return False
         job, names = waiting[chosen[0]], chosen[1]
-        folder, watch = self.jobs.folder / job.folder, self.watch(job)
+        folder, watch = write_job_folder(self.jobs.folder, job), self.watch(job)
         if self.slurm is None:
-            server = self._server if self._server.takes(frozen_config(folder)) else None
+            server = self._server if self._server.takes(self.config_of(job)) else None
             starting = LocalJob(job, folder, watch, server)
         else:
             starting = SlurmJob(job, folder, watch, self.slurm)
@@ -155,7 +160,7 @@ class Runner(ABC):
             self.ended(job)
 
     def _need(self, job: Job) -> Requirement:
-        need = need_of(frozen_config(self.jobs.folder / job.folder))
+        need = need_of(self.config_of(job))
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:

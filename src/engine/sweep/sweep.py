@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from src.engine.cluster.slurm import check_scheduler
-from src.engine.config.compose import Command, load_config
+from src.engine.config.compose import Command
 from src.engine.jobs.devices import jobs_at_a_time
+from src.engine.jobs.folders import config_folder, frozen_config
 from src.engine.jobs.local_job import sync_from_result
 from src.engine.jobs.slurm_job import SlurmQueue
 from src.engine.machine.files import claim_folder
@@ -17,7 +18,6 @@ from src.engine.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 from src.engine.sweep.blocks import check_blocks, freeze_jobs
 from src.engine.sweep.headline import show_headline
 from src.engine.sweep.points import Point, check_jobs_data, keys_that_may_change
-from src.engine.sweep.rebuild import check_folders
 from src.engine.sweep.runner import Runner
 from src.schema import Config
 
@@ -53,15 +53,15 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], 
     return _run(jobs, max_jobs, first, is_new=False)
 
 
-def reset_unfinished(jobs: Jobs, points: Sequence[Point] = ()) -> list[Config]:
-    """Make the missing and failed jobs of a stopped sweep wait again. Return their configs. `points`: as check_folders."""
-    for job in jobs.jobs:
-        sync_from_result(job, jobs.folder / job.folder)
-    check_folders(jobs, points)
+def reset_unfinished(jobs: Jobs) -> list[Config]:
+    """Make the missing and failed jobs of a stopped sweep wait again, also those without a folder. Return their configs."""
     configs: list[Config] = []
     for job in jobs.jobs:
-        if job.status in (*UNFINISHED, *FAILED):
-            configs.append(load_config(jobs.folder / job.folder))
+        folder = jobs.folder / job.folder
+        sync_from_result(job, folder)
+        is_deleted = job.status == "done" and not folder.exists()
+        if job.status in (*UNFINISHED, *FAILED) or is_deleted:
+            configs.append(frozen_config(config_folder(jobs.folder, job)))
             job.reset()
     jobs.status = "running"
     return configs
@@ -79,11 +79,11 @@ class Sweep(Runner):
     """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
 
     def __init__(self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None) -> None:
-        """Read the settings of the sweep. `max_jobs`: concurrent jobs; None: as many as devices allow."""
+        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow."""
         super().__init__(jobs, max_jobs, slurm)
-        self.settings = load_config(next(jobs.folder / job.folder for job in jobs.jobs if job.config_hash)).sweep
+        config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
         # An import would slow down the start of a timed job.
-        self.needed_at_end = () if self.settings.timed else ("src.engine.report.report", "matplotlib.figure")
+        self.needed_at_end = () if config.sweep.timed else ("src.engine.report.report", "matplotlib.figure")
 
     def waiting(self) -> list[Job]:
         return [job for job in self.jobs.jobs if job.status == "waiting"]

@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from configs import conf, parse
 from src.engine.config.compose import ROOT, compose_command, load_config, run_in_hydra, save_config
 from src.engine.config.evaluation import evaluation_config
 from src.engine.config.resolve import resolve
+from src.engine.jobs.folders import write_job_folder
 from src.engine.keys import SearchConfig
 from src.engine.machine.files import write_json, write_text
 from src.engine.machine.secrets import (
@@ -288,12 +290,15 @@ def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
 
 
 def test_sweep_and_search_save_secrets_as_references(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2"))
-    freeze_jobs(tmp_path, points, command.config.sweep, 0)
+    command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "optim.lr=1,2"))
+    for job in freeze_jobs(tmp_path, points, replace(command.config.sweep, repeats=2), 0).jobs:
+        write_job_folder(tmp_path, job)
     words = ("-m", "search=optuna", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2")
     command, points = expand(parse(*words))
     freeze_search(tmp_path, points[0].tree, read_space(command))
-    assert len(list(tmp_path.rglob("config.yaml"))) == 4, "expected config.yaml and .hydra/config.yaml of two jobs"
+    configs = [path.read_text() for path in tmp_path.rglob("config.yaml")]
+    assert len(configs) == 12, "expected config.yaml and .hydra/config.yaml of two configurations and four jobs"
+    assert all(REFERENCE in text for text in configs)
     assert files_with_secret(tmp_path) == []
 
 
