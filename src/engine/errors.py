@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Codes of refusals. jobs.json has them, and the report's claims read them.
+# Codes of refusals, which jobs.json has next to the message.
 ONE_DEVICE = "one_device"
 ONE_PROCESS = "one_process"
 TOO_FEW_DEVICES = "too_few_devices"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from src.engine.machine.ranks import Ranks
-from src.engine.parallel.communication import Communication
-from src.engine.parallel.dp_traffic import DpTraffic, StepInReplicas, StepOnOutputs, chunk_sizes
+from src.engine.parallel.communication import Communication, UnmeasuredCommunication
+from src.engine.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
 from src.engine.parallel.strategy import Strategy
 from src.engine.parallel.threaded_data_parallel import ThreadedDataParallel
 from src.schema import ResolvedParallel
@@ -29,7 +29,6 @@ class DataParallelStrategy(Strategy):
         if config.accelerator == "cpu":
             self.note = "threads on CPU; the speed is not that of GPUs"
         self.output_device = self.device if config.output_device is None else torch.device("cuda", config.output_device)
-        self.traffic = DpTraffic(self.devices, self.output_device)
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator == "cuda":
@@ -39,14 +38,13 @@ class DataParallelStrategy(Strategy):
     def wrap(self, step: Any) -> nn.Module:
         """Replicate the model and compute the loss on gathered outputs. `loss_in_replica`: replicate the whole step."""
         if self.config.loss_in_replica:
-            self.traffic.spread = self._spread(step, self.output_device)
-            return StepInReplicas(self.traffic.spread, self.traffic, len(self.devices))
-        self.traffic.spread = self._spread(step.model, self.output_device)
+            return StepInReplicas(self._spread(step, self.output_device), len(self.devices))
+        spread = self._spread(step.model, self.output_device)
         # The loss, and what else the step has, computes where the outputs are gathered. The model stays where it is.
         step.model = None
         step.to(self.output_device)
-        step.model = self.traffic.spread
-        return StepOnOutputs(step, self.traffic)
+        step.model = spread
+        return StepOnOutputs(step)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Replicate the model and gather outputs on the labels' device; `output_device` is for training only."""
@@ -60,7 +58,7 @@ class DataParallelStrategy(Strategy):
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        return self.traffic
+        return Communication() if len(self.devices) == 1 else UnmeasuredCommunication()
 
     def _spread(self, module: nn.Module, gather_on: torch.device) -> nn.Module:
         dim = self.config.dim or 0

@@ -55,6 +55,4 @@ class Distributed(Strategy):
         return wrapped.no_sync()
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        if self.group.world_size == 1:
-            return Communication()
-        return DdpCommunication(wrapped, self.group.world_size)
+        return Communication() if self.group.world_size == 1 else DdpCommunication(wrapped)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from src.engine.parallel import shards
 from src.engine.parallel.blocks import blocks_of, vector_layers
-from src.engine.parallel.communication import Communication
+from src.engine.parallel.communication import Communication, UnmeasuredCommunication
 from src.engine.parallel.lockstep import Lockstep
 from src.engine.parallel.strategy import own_parameters
 from src.models.freeze import groups_of
@@ -96,12 +96,7 @@ class FullySharded(Distributed):
         return shards.part(tensor, like)
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        world, kept = self.group.world_size, self.config.reshard_after_forward is False
-        return (
-            shards.ShardTraffic(world, self.config.shard_size or world, self.dtype, kept)
-            if world > 1
-            else Communication()
-        )
+        return Communication() if self.group.world_size == 1 else UnmeasuredCommunication()
 
 
 class StepOfShards(nn.Module):

@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_forecast_is_limited_by_a_slow_data_loader_at_every_device_count() -> No
     assert forecast(runs).weak[-1].speed == pytest.approx(1024 * 200, rel=0.05)
 
 
-def sweep_folder(folder: Path, neighbours: int = 0, warm_up: int | None = None) -> Path:
+def sweep_folder(folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None) -> Path:
     """Write a sweep. `warm_up`: number of devices of an extra baseline run before all others, ten times as slow."""
     jobs = Jobs(folder, "python train.py -m …", [])
     counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]
@@ -176,7 +177,7 @@ def sweep_folder(folder: Path, neighbours: int = 0, warm_up: int | None = None) 
         result.batch_size, result.neighbours, result.model = measured.images, neighbours, "resnet18"
         result.throughput = {"images_per_sec": measured.images / measured.seconds}
         result.communication = {
-            "bytes_per_step": measured.gradient_bytes,
+            "bytes_per_step": measured.gradient_bytes if knows_bytes else None,
             "ms_per_step": None if measured.ring is None else 1000 * measured.ring,
         }
         write_result(folder / name, result)
@@ -199,6 +200,7 @@ def test_forecast_ignores_the_warm_up_run_of_a_sweep(tmp_path: Path) -> None:
     assert answer.weak[0].measured == pytest.approx(TRUE.speed(1, 64))
 
 
-def test_forecast_is_refused_when_all_runs_had_concurrent_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"neighbours": 1}, {"knows_bytes": False}], ids=["concurrent jobs", "fsdp"])
+def test_forecast_is_refused_when_no_run_has_usable_measurements(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"parallel\.devices"):
-        forecast_sweep(sweep_folder(tmp_path, neighbours=1))
+        forecast_sweep(sweep_folder(tmp_path, **changes))

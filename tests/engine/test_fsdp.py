@@ -19,7 +19,6 @@ from configs import resolved
 from ranks import in_ranks
 from src.engine.parallel.blocks import blocks_of, vector_layers
 from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.shards import ShardTraffic
 from src.engine.runtime import checkpoint
 from src.engine.runtime.evaluation import evaluate
 from src.models.freeze import groups_of
@@ -347,23 +346,3 @@ def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float 
     # This test gives the ranks other shares than the sampler does, so the check of the sample count is replaced.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return evaluated(ranks, store, stops)
-
-
-# Traffic -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("world", "shards", "dtype", "kept", "accumulate", "busiest"),
-    [
-        (2, 2, None, False, 1, 600),  # half of: gathered twice, reduced once
-        (2, 2, None, True, 1, 400),
-        (2, 2, torch.bfloat16, False, 1, 400),
-        (2, 2, None, False, 3, 1400),
-        (4, 2, None, False, 1, 800),  # and 2 (2 - 1) / 2 of half of the gradients
-    ],
-)
-def test_fsdp_traffic_counts_bytes_of_gathered_weights_and_reduced_gradients(
-    world: int, shards: int, dtype: torch.dtype | None, kept: bool, accumulate: int, busiest: int
-) -> None:
-    model = nn.Linear(10, 10, bias=False)  # 400 bytes
-    assert ShardTraffic(world, shards, dtype, kept).bytes(model, accumulate)[1] == busiest

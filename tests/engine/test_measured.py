@@ -181,29 +181,28 @@ def alone(ranks: Ranks, store: Any) -> Any:
     communication.start_measuring()
     for _ in range(3):
         wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
-    measured = communication.seconds(), communication.bytes(model, 1)
+    measured = communication.seconds(), communication.bytes(model)
     strategy.close()
     return measured
 
 
 def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
-    assert in_ranks(alone, 1) == [((0.0, 0.0), (0, 0))]
+    assert in_ranks(alone, 1) == [((0.0, 0.0), 0)]
 
 
-def bytes_of(ranks: Ranks, store: Any, *overrides: str) -> Any:
-    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2", *overrides).parallel, ranks, store)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    communication = strategy.communication(strategy.wrap(TrainStep(model, nn.CrossEntropyLoss())))
-    measured = [communication.bytes(model, accumulate) for accumulate in (1, 4)]
+def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
+    strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
+    step = nn.Linear(8, 8)
+    measured = strategy.communication(step).seconds(), strategy.communication(step).bytes(step)
     strategy.close()
     return measured
 
 
-def test_ddp_communication_bytes_do_not_grow_with_gradient_accumulation() -> None:
-    gradients, buffers = 4 * (72 + 16), 4 * 16 + 8
-    expected = (gradients, gradients + buffers)
-    assert in_ranks(bytes_of, 2, "parallel.broadcast_buffers=true")[0] == [expected, expected]
-    assert in_ranks(bytes_of, 2, "parallel.broadcast_buffers=false")[0][0] == (gradients, gradients)
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_communication_of_dp_and_fsdp_is_unknown_and_zero_on_one_device(strategy: str) -> None:
+    for devices, expected in ((1, ((0.0, 0.0), 0)), (2, (None, None))):
+        ranks = devices if strategy == "fsdp" else 1
+        assert in_ranks(of_strategy, ranks, f"parallel={strategy}", f"parallel.devices={devices}")[0] == expected
 
 
 def usage(**changes: float) -> dict[str, Any]:

@@ -211,24 +211,6 @@ def test_dp_seeds_each_gpu_differently_in_every_step() -> None:
     assert seeds[2] == seeds[0]
 
 
-@pytest.mark.parametrize("loss_in_replica", [None, True])
-@pytest.mark.usefixtures("three_gpus")
-def test_dp_communication_bytes_are_counted_for_every_accumulated_batch(loss_in_replica: bool | None) -> None:
-    strategy = on_gpus(devices=2, loss_in_replica=loss_in_replica)
-    with strategy.device:
-        model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
-        model.register_buffer("average", torch.zeros(6))
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
-    wrapped(*batch(6, strategy.device))
-    parameters, buffers = 4 * (60 + 5), 4 * 6
-    images, targets, outputs = 4 * 3 * 12, 8 * 3, 4 * 3 * 5  # of the half on the other device
-    moved = images + targets if loss_in_replica else images + 2 * outputs
-    expected = 2 * parameters + buffers + moved
-    communication = strategy.communication(wrapped)
-    assert communication.bytes(model, 1)[0] == expected
-    assert communication.bytes(model, 3)[0] == 3 * expected
-
-
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "mixnet_s", "regnetx_002"])
 def test_sync_bn_does_not_change_eval_outputs_of_timm_models(name: str) -> None:
     """BatchNorm layers of timm include the activation, which the converter of torch drops."""

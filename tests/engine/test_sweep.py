@@ -18,7 +18,7 @@ from rich.console import Console
 from commands import processes_of
 from ranks import train_warm
 from src.engine.config.compose import load_config
-from src.engine.errors import BATCH_NOT_DIVISIBLE, ONE_DEVICE
+from src.engine.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
 from src.engine.jobs.folders import config_folder
 from src.engine.keys import SweepConfig
 from src.engine.machine import hardware
@@ -57,6 +57,14 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_bat
     assert [bool(point.reason) for point in expanded] == [False, True, False, True]
     assert [point.code for point in expanded] == ["", ONE_DEVICE, "", BATCH_NOT_DIVISIBLE]
     assert "63, 66" in expanded[3].reason
+
+
+def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_several() -> None:
+    small = points("parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu")
+    assert [point.code for point in small] == [BATCH_TOO_SMALL, ""]
+    on_slurm = ("cluster=slurm", "cluster.nodes=2", "cluster.gpus=2", "cluster.submit=false")
+    nodes = points("parallel=dp,ddp", "parallel.devices=4", *on_slurm)
+    assert [point.code for point in nodes] == [ONE_PROCESS, ""]
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])

@@ -18,7 +18,6 @@ _RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
     "communication_ms": "communication.ms_per_step",
     "exposed_ms": "communication.exposed_ms_per_step",  # not hidden behind the backward pass
     "bytes_per_step": "communication.bytes_per_step",
-    "bytes_busiest_link": "communication.bytes_busiest_link",
     "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
     "first_step_seconds": "seconds.start_to_first_step",
     "joules_per_image": "energy.joules_per_image",  # of all GPUs
@@ -40,7 +39,6 @@ class RunRecord:
     folder: Path  # may not exist for a skipped or waiting job
     status: str
     reason: str = ""
-    code: str = ""  # of the reason why the job was skipped
     sweep: str = ""  # the sweep's folder; empty for a single run
     block: int = 0  # of the sweep
     position: int | None = None  # in run order
@@ -236,10 +234,6 @@ class RunRecord:
     def measure(self, name: str) -> float | None:
         value: float | None = self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
         return value
-
-    @property
-    def chunk_sizes(self) -> list[int]:
-        return self.entries(int, "proof.chunk_sizes")
 
     def integer(self, key: str) -> int | None:
         value = self.result.get(key)

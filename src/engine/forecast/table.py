@@ -32,10 +32,10 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run; None if it is of dp, unfinished, untimed, next to other jobs, or of no sweep."""
-    speed, batch = run.measure("images_per_sec"), run.integer("batch_size")
+    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, next to others, or of no sweep."""
+    speed, batch, sent = run.measure("images_per_sec"), run.integer("batch_size"), run.measure("bytes_per_step")
     alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours
-    if not (alone and speed and batch and run.devices):
+    if not (alone and speed and batch and run.devices) or sent is None:
         return None
     images = batch * int(run.config.get("train.accumulate") or 1)
     ring = run.measure("communication_ms")
@@ -43,7 +43,7 @@ def read_measured(run: RunRecord) -> Measured | None:
         devices=run.devices,
         images=images,
         seconds=images / speed,
-        gradient_bytes=int(run.measure("bytes_per_step") or 0),
+        gradient_bytes=int(sent),
         ring=ring / 1000 if ring and run.devices > 1 else None,
         waits_for_data=run.measure("data_wait") or 0.0,
         flagged=bool(run.flags),

@@ -1,4 +1,4 @@
-"""Communication per training step: bytes that the devices exchange, and seconds that this takes."""
+"""Communication per training step: bytes of the gradients that ranks reduce, and seconds that this takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ class Communication:
         """Return this rank's seconds per step: (communication, the part that does not overlap with computing); None: unknown."""
         return 0.0, 0.0
 
-    def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
-        """Return bytes per step of `accumulate` batches: (over all links, over the busiest link in one direction).
+    def bytes(self, step: nn.Module) -> int | None:
+        """Return the bytes of all gradients that the ranks reduce in a step of training `step`; None: unknown."""
+        return 0
 
-        `model`: the training step, whose parameters are the model's and those of the loss.
-        """
-        return 0, 0
 
-    def timed_calls(self) -> list[tuple[nn.Module, str]]:
-        """List the (module, method name) pairs of the forward pass that the profiler times separately."""
-        return []
+class UnmeasuredCommunication(Communication):
+    """Communication by kernels among others, as under dp and fsdp: neither its bytes nor its seconds are known."""
+
+    def seconds(self) -> tuple[float, float] | None:
+        return None
+
+    def bytes(self, step: nn.Module) -> int | None:
+        return None

@@ -60,10 +60,10 @@ class TimedDistributedDataParallel(DistributedDataParallel):
 
 
 class DdpCommunication(Communication):
-    """Measures the all-reduce of gradients and the broadcast of buffers: seconds and bytes."""
+    """Measures the seconds of the all-reduce of gradients and of the broadcast of buffers."""
 
-    def __init__(self, wrapped: nn.Module, world_size: int) -> None:
-        self._wrapped, self._world_size = wrapped, world_size
+    def __init__(self, wrapped: nn.Module) -> None:
+        self._wrapped = wrapped
         steps = "every step" if getattr(wrapped, "device_type", "cpu") == "cpu" else "every tenth step"
         self.method = f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
         self.start_measuring()
@@ -92,17 +92,12 @@ class DdpCommunication(Communication):
         span, hidden = (stats.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
         return torch.tensor([steps, samples, samples * span, samples * hidden, ddp.buffer_seconds], dtype=torch.float64)
 
-    def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
-        """Count bytes per step: buffers, and ring all-reduce, in which a rank sends 2 (n - 1) / n of the gradients."""
-        # Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Only the last micro-batch sends; gradients of the
-        # others add up locally.
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradients = sum(parameter.nbytes for parameter in trained)
+    def bytes(self, step: nn.Module) -> int | None:
+        # Of the last micro-batch only: gradients of the others add up locally.
+        trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
         if getattr(self._wrapped, "is_compressed", False):
-            gradients = BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
-        sends_buffers = getattr(self._wrapped, "broadcast_buffers", False)
-        buffers = sum(buffer.nbytes for buffer in model.buffers()) if sends_buffers else 0
-        return gradients, 2 * (self._world_size - 1) * gradients // self._world_size + buffers
+            return BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
+        return sum(parameter.nbytes for parameter in trained)
 
 
 def unused_parameters(message: str, module: nn.Module) -> list[str]:

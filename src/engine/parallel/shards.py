@@ -1,4 +1,4 @@
-"""Parameters in parts (DTensors) under fsdp: their devices, their conversion to whole tensors and back, and their traffic."""
+"""Parameters in parts (DTensors) under fsdp: their devices, and their conversion to whole tensors and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.engine.faults.liveness import FORWARD, GATHERING, liveness
-from src.engine.parallel.communication import Communication
 
 
 def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
@@ -70,31 +69,3 @@ def unreduced(model: Any) -> Iterator[None]:
     yield
     model.set_requires_gradient_sync(True)
     model.set_is_last_backward(True)
-
-
-class ShardTraffic(Communication):
-    """Counts the bytes that fsdp moves in a step. Every device sends and receives equally many."""
-
-    method = "not measured: gathers and scatters are kernels among others"
-
-    def __init__(self, world_size: int, shard_size: int, dtype: torch.dtype | None, kept: bool) -> None:
-        """`dtype`: type in which parameters are gathered; None: their own. `kept`: True if they are gathered once a batch."""
-        self._world_size, self._shard_size, self._dtype = world_size, shard_size, dtype
-        self._gathers = 1 if kept else 2
-
-    def seconds(self) -> tuple[float, float] | None:
-        return None
-
-    def bytes(self, model: nn.Module, accumulate: int) -> tuple[int, int]:
-        """Count bytes per step: each batch gathers parameters, and the last one of a step reduces gradients in float32.
-
-        Rings, in which a rank of n sends (n - 1) / n of the gathered or scattered bytes. Copies of the model then average
-        their parts by all-reduce.
-        """
-        parameters = list(model.parameters())
-        size = sum(p.numel() * (self._dtype or p.dtype).itemsize for p in parameters)
-        gradients = sum(p.numel() * 4 for p in parameters if p.requires_grad)
-        shards, copies = self._shard_size, self._world_size // self._shard_size
-        moved = accumulate * self._gathers * size + gradients
-        averaged = 2 * (copies - 1) * gradients // (copies * shards)
-        return moved + gradients // shards * (copies > 1), (shards - 1) * moved // shards + averaged

@@ -1,6 +1,6 @@
 """Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), evaluated on one machine's runs.
 
-Claims 9, 12, 13 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has them.
+Claims 9, 10, 12 to 15 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from src.engine.analysis.groups import Group, MeasuredPoint
 from src.engine.analysis.runs import RunRecord
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
 from src.engine.analysis.wording import figure, join_short, percent, with_range
-from src.engine.errors import BATCH_TOO_SMALL, ONE_PROCESS, ReplicasDifferError
+from src.engine.errors import ReplicasDifferError
 from src.engine.report.evidence import ClaimResult, Comparison, Evidence, evaluate_claim, missing
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2 × on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
 FULLER = 1.1  # device 0's peak over the largest of the others
-LINK = "bytes_busiest_link"
 
 
 def ddp_is_faster(e: Evidence) -> ClaimResult:
@@ -128,32 +127,19 @@ def _depth(group: Group) -> int:
     return depth if isinstance(depth, int) else 0
 
 
-def ddp_moves_less(e: Evidence) -> ClaimResult:
-    """Check that ddp moves fewer bytes over the busiest link than dp, and hides part of its communication time."""
-    bytes_of_dp: dict[RunRecord, float] = {}
+def ddp_hides_communication(e: Evidence) -> ClaimResult:
+    """Check that ddp hides a part of its communication time behind the backward pass."""
     figures = []
     for group, point in e.points("ddp"):
-        dp_point = group.at("dp", point.devices)
-        dp = dp_point.measure(LINK) if dp_point else None
-        ddp, exposed = point.measure(LINK), point.measure("exposed_ms")
-        if ddp and dp:
-            bytes_of_dp |= dict.fromkeys(point.runs, dp.low)
-            figures.append(
-                f"{e.label(group, point)}: {figure(ddp.median / 1e6)} MB per step over the busiest link, "
-                f"{figure(dp.median / 1e6)} MB under dp; "
-                f"exposed: {with_range(exposed) if exposed else 'unknown'} ms"
-            )
-    if not figures:
-        return missing("dp and ddp on the same devices with the bytes over their busiest link")
+        total, exposed = point.measure("communication_ms"), point.measure("exposed_ms")
+        if total and exposed:
+            figures.append(f"{e.label(group, point)}: {with_range(exposed)} of {with_range(total)} ms exposed")
 
-    def is_less_and_hidden(run: RunRecord) -> bool | None:
-        moved, total, exposed = (run.measure(name) for name in (LINK, "communication_ms", "exposed_ms"))
-        if moved is None or total is None or exposed is None or run not in bytes_of_dp:
-            return None
-        return moved < bytes_of_dp[run] and exposed < total
+    def is_hidden(run: RunRecord) -> bool | None:
+        total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")
+        return None if total is None or exposed is None else exposed < total
 
-    statement = "fewer bytes than dp, part of their time hidden"
-    return e.in_every_run("ddp", statement, is_less_and_hidden, figures=join_short(figures))
+    return e.in_every_run("ddp", "part of the communication time hidden", is_hidden, figures=join_short(figures))
 
 
 def replicas_stay_equal(e: Evidence) -> ClaimResult:
@@ -165,51 +151,9 @@ def replicas_stay_equal(e: Evidence) -> ClaimResult:
     return e.in_every_run("ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
 
 
-def dp_needs_a_batch(e: Evidence) -> ClaimResult:
-    finished, refused = e.finished("dp"), e.refused(BATCH_TOO_SMALL)
-    too_small = [run for run in finished if 0 < (run.integer("batch_size") or 0) < run.devices]
-    if too_small:
-        return ClaimResult(NOT_SUPPORTED, f"{len(too_small)} runs had fewer images than devices", runs=tuple(too_small))
-    recorded = [run for run in finished if run.chunk_sizes]
-    unequal = [run for run in recorded if len(set(run.chunk_sizes)) > 1]
-    texts = [f"chunks {run.chunk_sizes} on {run.devices} devices" for run in unequal or recorded]
-    texts += [f"refused: {run.reason}" for run in refused]
-    if not texts:
-        return missing("dp on 2 or more devices with its chunk sizes", "parallel=dp parallel.devices=2")
-    if unequal or refused:
-        return ClaimResult(SUPPORTED, join_short(texts), "", (*unequal, *refused))
-    remedy = "every batch here divides evenly; add data.batch_size=7 parallel.devices=2"
-    return ClaimResult(NOT_MEASURABLE, join_short(texts), remedy, tuple(recorded))
-
-
 def dp_starts_sooner(e: Evidence) -> ClaimResult:
     rule = "here both are one key, parallel=…, so the measure is the time from the command to the first step"
     return evaluate_claim(e.comparisons("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule)
-
-
-def ddp_spans_machines(e: Evidence) -> ClaimResult:
-    ddp = [run for run in e.finished("ddp") if run.nodes > 1]
-    dp = [run for run in e.finished("dp") if run.nodes > 1]
-    refused = e.refused(ONE_PROCESS)
-    texts = [f"{run.strategy} on {run.nodes} nodes, world size {run.devices}" for run in ddp + dp]
-    texts += [f"dp refused: {run.reason}" for run in refused]
-    verdict = NOT_SUPPORTED if dp else SUPPORTED if ddp else NOT_MEASURABLE
-    reasons = {
-        NOT_SUPPORTED: "dp ran on several nodes",
-        SUPPORTED: "" if refused else "dp on several nodes was not tried",
-        NOT_MEASURABLE: "no run of ddp on several nodes here; add cluster.nodes=2",
-    }
-    return ClaimResult(verdict, join_short(texts), reasons[verdict], (*ddp, *dp, *refused))
-
-
-def stages_differ(e: Evidence) -> ClaimResult:
-    faster = ClaimResult(NOT_MEASURABLE) if e.on_cpu else ddp_is_faster(e)
-    parts = {11: dp_starts_sooner(e), 1: faster, 14: ddp_spans_machines(e)}
-    verdicts = [result.verdict for result in parts.values()]
-    verdict = next(v for v in (NOT_SUPPORTED, NOT_MEASURABLE, INCONCLUSIVE, SUPPORTED) if v in verdicts)
-    basis = ", ".join(f"claim {number} ({result.verdict})" for number, result in parts.items())
-    runs = tuple(dict.fromkeys(run for result in parts.values() for run in result.runs))
-    return ClaimResult(verdict, reason=f"rests on {basis}", runs=runs)
 
 
 def devices_idle_under_dp(e: Evidence) -> ClaimResult:
@@ -247,12 +191,9 @@ _CLAIMS = (
     (4, "Under DDP every device holds a full replica; memory is even", ddp_holds_full_replicas, _ONE_MEMORY),
     (5, "DDP uses the CPU cores better; DP is one process under the GIL", ddp_uses_the_cores, _THREADS),
     (6, "The GIL hurts DP most if a model consists of many small operations", lock_hurts_small_layers, _THREADS),
-    (7, "DDP moves less data than DP, and hides part of it behind the backward pass", ddp_moves_less, _ONE_MEMORY),
+    (7, "DDP hides part of its communication behind the backward pass", ddp_hides_communication, _ONE_MEMORY),
     (8, "Replicas under DDP start equal and stay equal", replicas_stay_equal, ""),
-    (10, "DP needs at least one image per device; its chunks can be unequal", dp_needs_a_batch, ""),
     (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner, ""),
-    (14, "DDP runs on several machines; DP cannot", ddp_spans_machines, ""),
-    (15, "One strategy per stage: DP to try an idea, DDP to train, several nodes in production", stages_differ, ""),
     (16, "Devices idle under DP", devices_idle_under_dp, _NVIDIA_ONLY),
     (18, "FSDP needs less memory per device than DDP", fsdp_needs_less_memory, _ONE_MEMORY),
 )

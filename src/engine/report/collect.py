@@ -61,7 +61,6 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         folder=folder,
         status=status,
         reason=" ".join(str(reason).split()),
-        code=job.code if job else "",
         sweep=sweep,
         block=job.block if job else 0,
         position=job.id if job else None,

@@ -66,10 +66,6 @@ class Evidence:
         """Return the comparable runs of a strategy on 2 devices or more."""
         return [run for run in self.runs if run.comparable and run.strategy == strategy and run.devices > 1]
 
-    def refused(self, code: str) -> list[RunRecord]:
-        """Return the dp runs that were skipped for a reason with this code."""
-        return [run for run in self.runs if run.status == "skipped" and run.strategy == "dp" and run.code == code]
-
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
         points = [(group, point) for group in self.groups for point in group.points]
         return [(group, point) for group, point in points if point.strategy == strategy and point.devices > 1]

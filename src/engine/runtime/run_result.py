@@ -143,11 +143,9 @@ def _energy(run: BuiltRun) -> dict[str, float | None]:
 
 def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
     """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with compute) by rank."""
-    total, link = run.communication.bytes(run.state.wrapped, run.config.train.accumulate)
     # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
     return {
-        "bytes_per_step": total,
-        "bytes_busiest_link": link,
+        "bytes_per_step": run.communication.bytes(run.state.wrapped),
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
         "method": run.communication.method if seconds else None,

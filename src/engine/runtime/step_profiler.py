@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -44,27 +44,20 @@ def build_hooks(
     )
     if untimed is None or recorded is None:
         return StepHooks(meter, strategy.group.stop)
-    return ProfiledStepHooks(meter, strategy, communication, untimed, recorded)
+    return ProfiledStepHooks(meter, strategy, untimed, recorded)
 
 
 class ProfiledStepHooks(StepHooks):
     """Step hooks that record some steps with torch.profiler before the timed steps, and measure each part of timed steps."""
 
-    # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and loss, without the calls that
-    # the strategy names (dp: scatter, replicate, gather); `backward` with the communication that it waits for; `optimizer` from
-    # the gradient's norm to the averaged weights; `other` between two steps.
+    # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and loss; `backward` with the
+    # communication that it waits for; `optimizer` from the gradient's norm to the averaged weights; `other` between two steps.
 
-    def __init__(
-        self, meter: Meter, strategy: Strategy, communication: Communication, untimed: int, recorded: int
-    ) -> None:
+    def __init__(self, meter: Meter, strategy: Strategy, untimed: int, recorded: int) -> None:
         super().__init__(meter, strategy.group.stop)
         self._rank, self._untimed, self._steps = strategy.group.rank, untimed, 0
         self._recording = Recording(strategy.device, untimed, recorded)
-        calls = communication.timed_calls()
-        in_forward = [name for _, name in calls]
-        self._timer = PartTimer(strategy.device, ("data", *in_forward, "forward", "backward", "optimizer", "other"))
-        for owner, name in calls:
-            setattr(owner, name, self._timed(name, getattr(owner, name)))
+        self._timer = PartTimer(strategy.device, ("data", "forward", "backward", "optimizer", "other"))
 
     def at(self, phase: int) -> None:
         super().at(phase)
@@ -109,17 +102,6 @@ class ProfiledStepHooks(StepHooks):
             self._timer.mark(part)
         else:
             self._recording.begin(part)
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` wrapped so that its time counts as part `name` of the step instead of as the forward pass."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._begin(name)
-            result = call(*args, **kwargs)
-            self._begin("forward")
-            return result
-
-        return timed
 
 
 class PartTimer:

@@ -1,0 +1,47 @@
+"""Training steps under DataParallel, with the loss of the whole batch or in the replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Metrics = dict[str, Tensor]
+
+
+def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
+    """Return the sizes of the chunks into which torch splits a batch; the last may be smaller."""
+    return [len(chunk) for chunk in torch.arange(batch_size).chunk(replicas)]
+
+
+class StepOnOutputs(nn.Module):
+    """Training step that computes the loss of the whole batch on the output device: the usual form of DataParallel."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.step(images, targets)
+        return loss.to(images.device), metrics
+
+
+class StepInReplicas(nn.Module):
+    """Training step that computes the loss in each replica, and averages loss and metrics weighted by chunk size."""
+
+    def __init__(self, spread: nn.Module, replicas: int) -> None:
+        super().__init__()
+        self.spread, self.replicas = spread, replicas
+        # By batch size. Cached, because creating them waits for the device.
+        self._weights: dict[int, Tensor] = {}
+
+    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
+        losses, metrics = self.spread(images, targets)
+        size = len(images)
+        if size not in self._weights:
+            shares = torch.tensor(chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device)
+            self._weights[size] = shares / size
+        weights = self._weights[size]
+        averaged = {name: torch.dot(values.view(-1), weights) for name, values in metrics.items()}
+        return torch.dot(losses.view(-1), weights).to(images.device), averaged
