@@ -86,7 +86,7 @@ ELSEWHERE = {
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
     r"python train\.py (-m )?debug=profile": (
-        "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_measures_the_time_to_replicate_the_model"
+        "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_records_the_threads_of_its_replicas"
     ),
     r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
     r"python train\.py resume=(<run folder>|outputs)": (

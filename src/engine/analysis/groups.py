@@ -49,10 +49,6 @@ class MeasuredPoint(Configuration):
         """Median and range of the headline metric (`checkpoint.metric`) over the repeats, by its name."""
         return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 
-    @cached_property
-    def parts(self) -> dict[str, Summary]:
-        return summarize_columns(run.profiled_parts for run in self.runs)
-
     @property
     def flagged(self) -> int:
         return sum(bool(run.flags) for run in self.runs)

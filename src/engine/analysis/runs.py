@@ -153,16 +153,6 @@ class RunRecord:
         return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 
     @property
-    def profiled_parts(self) -> dict[str, float]:
-        """Mean milliseconds of each profiled part of rank 0's step, by name; empty without `train.profile_steps`."""
-        for entry in self.entries(dict, "profile"):
-            parts = entry.get("parts")
-            if entry.get("rank") == 0 and isinstance(parts, dict):
-                numbers = {name.removesuffix("_ms"): as_number(value) for name, value in parts.items()}
-                return {name: number for name, number in numbers.items() if number is not None}
-        return {}
-
-    @property
     def is_of_tuning(self) -> bool:
         """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their speed."""
         return bool(self.config.get("sweep.tune")) and self.is_benchmark

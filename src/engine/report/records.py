@@ -115,7 +115,6 @@ def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
         **{name: _fields(point.measure(name)) for name in MEASURES},
         "metrics": {name: _fields(metric) for name, metric in point.metrics.items()},
         "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
-        "parts_ms": {name: _fields(part) for name, part in point.parts.items()},
     }
 
 

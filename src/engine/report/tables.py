@@ -98,18 +98,6 @@ def disturbed_table(group: Group) -> Table:
     return Table(rows, "Disturbed runs, which are kept", notes, ["disturbed run", "point", "why"])
 
 
-def parts_table(group: Group) -> Table:
-    """Return a table of milliseconds per part of a step, with a row per configuration that was profiled."""
-    names = list(dict.fromkeys(name for point in group.points for name in point.parts))
-    rows = []
-    for point in group.points:
-        if point.parts:
-            row = {"point": f"{point.label} *" if point.is_simulated else point.label}
-            row |= {name: _median(point.parts.get(name)) for name in names}
-            rows.append(row | {"sum": figure(sum(part.median for part in point.parts.values()))})
-    return Table(rows, "Parts of a step (train.profile_steps): ms of rank 0, medians", text_columns=["point"])
-
-
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """Return tables of keys and values: config keys that differ between the runs, equal ones, hardware and versions."""
     config = values(run.config for run in runs)

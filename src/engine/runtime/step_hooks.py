@@ -42,7 +42,7 @@ class StepHooks:
         self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Return the milliseconds of each part of a step, for result.json; None without train.profile_steps."""
+        """Write the profile of this rank, and return its entry in result.json; None without train.profile_steps."""
         return None
 
     @contextmanager
