@@ -465,9 +465,7 @@ class TrainConfig:
     smoothing: float = number(0.0, ge=0, le=1, help="Label smoothing, in training only.")
     bce_target_thresh: float | None = number(None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0.")
     log_every: int = number(10, ge=1, help="Steps between two logged lines.")
-    profile_steps: int | None = number(
-        None, ge=1, help="Record so many steps with torch.profiler: a trace, and parts of a step."
-    )
+    profile_steps: int | None = number(None, ge=1, help="Record so many steps with torch.profiler; see debug=profile.")
 
     @property
     def untimed_steps(self) -> int | None:

@@ -52,6 +52,14 @@ def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> N
     assert both.differs_at is None
 
 
+@pytest.mark.parametrize("value", [math.nan, 1.0])
+def test_compare_runs_treats_a_step_of_only_one_run_as_a_difference(tmp_path: Path, value: float) -> None:
+    longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)
+    for one, other in ((longer, shorter), (shorter, longer)):
+        (curve,) = compare(one, other, 1.0)
+        assert (curve.differs_at, curve.largest) == (2, math.inf)
+
+
 @pytest.mark.parametrize(
     ("other", "expected"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import pandas as pd
 
 from src.engine.analysis.settings import Setting, SettingGroup
 from src.engine.analysis.wording import DASH, effect_text, figure, size_text, value_text, verdict_text, with_range
@@ -63,18 +63,12 @@ def _deviation(group: SettingGroup, setting: Setting) -> str:
 
 def for_article(table: Table, kind: str) -> str:
     """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts and links."""
-    columns = [name for name in table.rows[0] if name not in (VERDICT, DETECTABLE)]
-    lines = [columns] + [[row[name] for name in columns] for row in table.rows]
+    frame = pd.DataFrame(table.rows).drop(columns=[VERDICT, DETECTABLE], errors="ignore")
     if kind == "markdown":
-        ruled = [lines[0], ["---" if name in table.text_columns else "---:" for name in columns], *lines[1:]]
-        return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in ruled)
-    align = "".join("l" if name in table.text_columns else "r" for name in columns)
-    head, *body = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
-    return "\n".join(
-        [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    )
-
-
-def _latex(text: str) -> str:
-    escaped = re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", r"\textbackslash "))
-    return escaped.replace("–", "--").replace("×", r"$\times$").replace(DASH, "---").replace("~", r"\textasciitilde ")
+        rule = ["---" if name in table.text_columns else "---:" for name in frame]
+        lines = [list(frame), rule, *frame.to_numpy().tolist()]
+        return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines)
+    align = "".join("l" if name in table.text_columns else "r" for name in frame)
+    latex = frame.to_latex(index=False, escape=True, column_format=align).rstrip()
+    # Older versions of LaTeX know these characters only with a package.
+    return latex.replace("–", "--").replace("×", r"$\times$").replace(DASH, "---")
