@@ -36,6 +36,12 @@ def write_yaml(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+def test_run_is_refused_on_windows_and_error_recommends_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.engine.config.resolve.WINDOWS", True)
+    with pytest.raises(ValueError, match=r"^Windows: .*WSL 2"):
+        resolve(Config())
+
+
 # Each row: the command line, then texts that the message must contain.
 MISSPELT_KEYS = [
     ("modle=resnet18", "modle=resnet18", "model"),

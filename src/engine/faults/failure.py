@@ -18,7 +18,6 @@ from typing import Any
 from src.engine.errors import ConnectError, NotFiniteError, RefusedError, UnreadableImageError
 from src.engine.faults.run_folder import GONE
 from src.engine.machine.files import write_json
-from src.engine.machine.platform import KILL
 from src.engine.machine.ranks import Ranks, host_name
 from src.engine.machine.secrets import hide_in
 from src.engine.machine.text import for_terminal
@@ -172,7 +171,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
     """Return a failure record for a rank that exited with `code` without writing one."""
-    if code == -KILL and oom_kills:
+    if code == -signal.SIGKILL and oom_kills:
         reason = f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
         return record_of(rank, folder, reason, status="out_of_memory")
     end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited early with exit code {code}"

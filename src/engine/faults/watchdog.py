@@ -28,7 +28,6 @@ from src.engine.faults.heartbeat import (
 )
 from src.engine.faults.liveness import liveness
 from src.engine.faults.run_folder import GONE, RunFolder
-from src.engine.machine.platform import KILL
 from src.engine.machine.process import exit_at_once
 from src.engine.machine.ranks import Ranks
 from src.schema import ParallelConfig
@@ -237,7 +236,7 @@ def _main_frame() -> FrameType | None:
 
 def _kill(pid: int) -> None:
     """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the stacks of the rank."""
-    for number, pause in ((signal.SIGABRT, 1.0), (KILL, 0.0)):
+    for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
         time.sleep(pause)

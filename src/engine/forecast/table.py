@@ -32,7 +32,7 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, next to others, or of no sweep."""
+    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, or next to others."""
     speed, batch, sent = run.measure("images_per_sec"), run.integer("batch_size"), run.measure("bytes_per_step")
     alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours
     if not (alone and speed and batch and run.devices) or sent is None:

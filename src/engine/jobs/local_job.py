@@ -16,7 +16,6 @@ from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.launch.job import job_command
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware
-from src.engine.machine.platform import KILL
 from src.engine.machine.process import limit_job
 from src.engine.record.jobs import UNFINISHED, Job, now
 from src.engine.record.result import Result, read_result, read_status, write_result
@@ -98,11 +97,11 @@ class LocalJob:
 
     def without_result(self, error: str) -> tuple[str, str]:
         """Return (status, reason) for a job that exited without a result.json. `error`: the text from reading that file."""
-        if self.exit_code() == -KILL and hardware.oom_kills() > self._oom_kills:
+        if self.exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
-        if self.exit_code() == -KILL:
+        if self.exit_code() == -signal.SIGKILL:
             reason = "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or fewer workers"
             return "failed", f"{reason}, or sweep.jobs=1"
         if self.exit_code() < 0:

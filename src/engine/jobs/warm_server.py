@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from typing import Any
 
 from src.engine.config.compose import ROOT
 from src.engine.launch.supervisor import with_project_on_path
-from src.engine.machine.platform import KILL
 from src.engine.machine.process import SAFE_PATH, limit_job
 from src.schema import Config
 
@@ -129,7 +129,7 @@ class WarmServer:
             print(f"The server that forks jobs exited with {code}; jobs now start as new processes", file=sys.stderr)
         for job in self.jobs.values():
             job.is_lost = job.signaled is None
-            job.returncode = -(job.signaled or KILL)
+            job.returncode = -(job.signaled or signal.SIGKILL)
         self.jobs.clear()
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from src.engine.faults.failure import REPORT
 from src.engine.launch import job, rank
 from src.engine.machine import nvidia
-from src.engine.machine.platform import KILL, STOP_SIGNALS
+from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import limit_job
 
 
@@ -165,7 +165,7 @@ class ForkedRank:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(KILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def _run_rank(reading: int, folder: Path, run: rank.RankMain) -> int:

@@ -1,4 +1,4 @@
-"""Functions and signals that only Unix has, in one file, so that Windows can import the project (WSL 2 can run it)."""
+"""Functions and signals that differ between systems. Windows must be able to import this file: it is refused later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ WINDOWS = sys.platform == "win32"
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 def sync(path: Path) -> None:
