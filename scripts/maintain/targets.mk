@@ -1,4 +1,4 @@
-.PHONY: bench size gpu-wheels gpu-check test-simulated docs docs-figures docs-outputs fork
+.PHONY: bench size gpu-wheels gpu-check test-simulated docs docs-outputs fork
 
 bench: $(VENV)/runtime ## measure train.py against a hand-written loop on this machine (ARGS="--rounds 5")
 	$(BIN)/python scripts/maintain/bench.py $(ARGS)
@@ -30,9 +30,6 @@ test-simulated: $(VENV)/development ## run the tests that simulated GPUs can sho
 
 docs: $(VENV)/docs ## build the documentation site: site/index.html (ARGS=<sweep folder> for its sample report)
 	$(BIN)/python scripts/maintain/site.py $(ARGS)
-
-docs-figures: $(VENV)/runtime ## draw the figures of docs/ again
-	$(BIN)/python scripts/maintain/docs_figures.py
 
 docs-outputs: $(VENV)/runtime ## run the commands whose output the pages show, and refresh it (ARGS=docs/resume.md)
 	$(BIN)/python scripts/maintain/docs_outputs.py $(ARGS)

@@ -59,7 +59,6 @@ ELSEWHERE = {
     r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"make update": "test_update_replaces_the_engine_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
-    r"make docs-figures$": "test_documentation_figures_are_drawn_from_a_sweep_folder",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
     r"make size$": "test_count_statements_leaves_out_docstrings_and_counts_nested_statements",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
@@ -427,18 +426,6 @@ def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys, sweep=sweep)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_documentation_figures_are_drawn_from_a_sweep_folder(
-    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    docs_figures = pytest.importorskip("scripts.maintain.docs_figures", reason="a fork draws none")
-    monkeypatch.setattr(docs_figures, "FIGURES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["docs_figures.py", str(sweep)])
-    assert docs_figures.main() == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {path.name for path in (ROOT / "docs" / "figures").iterdir()}
 
 
 @pytest.mark.slow
