@@ -11,7 +11,7 @@ OWN = $(shell test -f .template.json && \
 	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=tests/engine)
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare tune test test-fast test-all check lint format lock schema update clean
+.PHONY: help doctor train compare tune test test-fast test-all test-nightly check lint format lock schema update clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,12 +29,15 @@ tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, w
 	$(BIN)/python train.py -m experiment=tune $(ARGS)
 
 test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of src/engine only if it was changed)
-	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not gpu and not slurm" $(ARGS)
+	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)
-	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not gpu and not slurm and not processes" $(ARGS)
+	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm and not processes" $(ARGS)
 
-test-all: $(VENV)/development ## run all tests that can run here, with the slow ones
+test-all: $(VENV)/development ## run the slow tests too, as CI does
+	$(PYTEST) $(ON_ALL_CORES) -m "not nightly" $(ARGS)
+
+test-nightly: $(VENV)/development ## run all tests that can run here, also random and exhaustive ones
 	$(PYTEST) $(ON_ALL_CORES) $(ARGS)
 
 lint: $(VENV)/development ## run ruff and mypy

@@ -45,12 +45,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark parameter rows that `sample` leaves out as slow: each is quick, but there are many."""
+    """Mark parameter rows that `sample` leaves out as nightly."""
     sample = item.get_closest_marker("sample")
     if sample is not None and isinstance(item, pytest.Function):
         row = max(item.callspec.indices.values())
         if row % sample.args[0]:
-            item.add_marker(pytest.mark.slow(seconds=0.3))
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)  # of what -m has left

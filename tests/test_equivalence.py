@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from configs import read_lines, resolved
-from ranks import in_ranks
+from ranks import in_ranks, run_warm
 from src.engine.machine.ranks import Ranks
 from src.engine.record.result import read_result
 from src.engine.runtime import checkpoint
@@ -152,3 +152,13 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(trained: 
     weights = [trained(training, "single").weights for training in TRAININGS]
     assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
     assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "expected clipping in every step"
+
+
+@pytest.mark.processes
+def test_early_stop_ends_both_ranks_after_the_epoch_that_ends_single(tmp_path: Path) -> None:
+    # No epoch after the first one is better, because the weights hardly move.
+    settings = ("data.limit_train=96", "data.batch_size=24", "optim.lr=1e-12", "train.epochs=9", "train.early_stop=2")
+    alone = read_result(run_warm(tmp_path / "single", *settings, "parallel=single"))
+    both = read_result(run_warm(tmp_path / "ddp", *settings, "parallel=ddp", "parallel.devices=2"))
+    assert (alone.status, alone.epochs, alone.steps) == ("done", 3, 12)
+    assert (both.status, both.epochs, both.steps, both.world_size) == ("done", 3, 12, 2)

@@ -22,6 +22,7 @@ HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "opt",
     [

@@ -53,6 +53,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow(seconds=50)
 @pytest.mark.processes
 @pytest.mark.parametrize("spread", SPREADS)

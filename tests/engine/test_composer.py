@@ -97,7 +97,7 @@ def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(over
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 
 
-@pytest.mark.slow  # 8 s in all
+@pytest.mark.nightly
 @pytest.mark.parametrize("alternative", [text for alternatives in CHOICES for text in alternatives])
 def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(alternative: str) -> None:
     SHARED[:] = SHARED or [Composer(command())]

@@ -192,6 +192,7 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
     return weights
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 def test_each_permitted_optimizer_updates_fsdp_shards_like_whole_tensors() -> None:

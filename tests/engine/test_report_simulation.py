@@ -167,6 +167,7 @@ def test_report_estimates_accuracy_of_chosen_setting_without_selection_bias(trut
     assert abs(found.stated) <= 0.2 < found.naive
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # 90 s
 @pytest.mark.parametrize("truth", TRUTHS)
 def test_report_estimates_accuracy_of_chosen_setting_without_bias_in_full_simulation(truth: str) -> None:
@@ -183,6 +184,7 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation
     assert badly_led(3, DRIFT, 200) <= 0.03
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
 def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation(drift: float) -> None:

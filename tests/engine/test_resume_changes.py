@@ -665,6 +665,6 @@ def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
 test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = check_many_changes(
     12, derandomize=True
 )
-test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.slow(seconds=60)(
+test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.nightly(
     check_many_changes(300, derandomize=False)
 )

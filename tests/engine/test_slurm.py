@@ -67,6 +67,7 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
         assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
 
 
+@pytest.mark.nightly
 def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(jobs: Jobs) -> None:
     """slurmd is killed while the job's processes survive, so Slurm starts the job again on the other node."""
     overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")

@@ -29,6 +29,7 @@ def test_sweep_run_as_slurm_array_completes_when_a_node_is_lost(jobs: Jobs, trai
     assert all(read_result(folder / str(job)).status == "done" for job in range(4))
 
 
+@pytest.mark.nightly
 def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(jobs: Jobs, train: Train) -> None:
     folder = train.base / "search"
     words = (*SEARCH.split()[2:], "search.n_trials=4", "train.epochs=60", "train.log_every=5")

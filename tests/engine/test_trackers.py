@@ -411,6 +411,7 @@ def silent_server() -> Iterator[str]:
             connection.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=40)
 @pytest.mark.processes
 def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15_seconds(

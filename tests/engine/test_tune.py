@@ -168,6 +168,7 @@ def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_
 # --- a whole tuning
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(tmp_path: Path) -> None:

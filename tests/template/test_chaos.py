@@ -11,6 +11,7 @@ import pytest
 from commands import Train
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 def test_run_with_injected_faults_matches_undisturbed_run(train: Train, tmp_path: Path) -> None:

@@ -329,6 +329,7 @@ FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS])
 def test_documented_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:

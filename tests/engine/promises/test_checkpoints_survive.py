@@ -51,6 +51,7 @@ def _save_forever(folder: Path, first: int) -> None:
         checkpoint.save(folder, contents(step), step, keep=2, is_best=step % 3 == 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
     return errors
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])

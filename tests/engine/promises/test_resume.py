@@ -153,6 +153,7 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow(seconds=3))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
     [
@@ -213,6 +214,7 @@ def assert_resume_changes_nothing(
         assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

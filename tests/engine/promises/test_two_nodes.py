@@ -226,6 +226,7 @@ def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: P
     assert not list((nodes.base / nodes.names[0]).rglob("config.yaml"))
 
 
+@pytest.mark.nightly
 def test_nodes_refuse_to_train_when_their_arguments_differ(nodes: Nodes) -> None:
     is_refused_on_both(nodes, nodes.torchrun(second=("nonsense.key=3",)), "nonsense.key=3")
 
@@ -239,6 +240,7 @@ def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
     return root
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "count", "parts"),
     [
@@ -282,6 +284,7 @@ def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(nod
     assert not (nodes.run_folder() / ".lock").exists()
 
 
+@pytest.mark.nightly
 def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(nodes: Nodes) -> None:
     started = nodes.torchrun(options=("--nnodes", "3"))
     wait_for(lambda: "--nnodes=3 on" in nodes.output(0), nodes)
@@ -298,6 +301,7 @@ esac
 """
 
 
+@pytest.mark.nightly
 def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
     """Without MASTER_ADDR, tasks ask Slurm for the first node. gloo on loopback could not reach the other node."""
     scontrol = tmp_path / "bin" / "scontrol"
