@@ -25,7 +25,7 @@ from src.engine.jobs import warm_server
 from src.engine.jobs.folders import frozen_config, write_job_folder
 from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.keys import SweepConfig
-from src.engine.launch import fork_server, rank
+from src.engine.launch import fork_server
 from src.engine.launch.fork_server import _check_is_forkable, run_and_exit
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, nvidia
@@ -254,25 +254,6 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     os.waitpid(pid, 0)
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
-
-
-def test_forked_rank_reports_its_failure_when_the_disk_takes_no_failure_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, connection = frozen(tmp_path / "job"), socket.socketpair()[0]
-
-    def run(*given: Any) -> None:
-        raise OSError(28, "step_24.pt: could not be written")
-
-    monkeypatch.setattr(rank, "write_failure", lambda *given: None)
-    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
-    monkeypatch.setattr(fork_server, "limit_job", lambda parent, cores: None)
-    request = {"folder": str(folder), "environment": dict(os.environ), "cores": []}
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(lambda: fork_server.ForkServer(connection, run)._run_job(os.getppid(), request))
-    os.waitpid(pid, 0)
-    assert "step_24.pt" in read_result(folder).reason
 
 
 def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

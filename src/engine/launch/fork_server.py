@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from src.engine.faults.failure import REPORT
 from src.engine.launch import job, rank
 from src.engine.machine import nvidia
 from src.engine.machine.platform import STOP_SIGNALS
@@ -175,9 +174,7 @@ def _run_rank(reading: int, folder: Path, run: rank.RankMain) -> int:
     if not line:
         return 0
     sys.argv, environment = json.loads(line)
-    # This process was forked before its launcher opened the file, so it has none, or another one, under this number.
-    report = os.open(f"/proc/{os.getppid()}/fd/{environment[REPORT]}", os.O_WRONLY | os.O_APPEND)
-    replace_environment(environment | {REPORT: str(report)})
+    replace_environment(environment)
     return rank.main(folder, run)
 
 
