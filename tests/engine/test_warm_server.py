@@ -161,6 +161,19 @@ def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready
     assert not (folder / "result.json").exists()
 
 
+@pytest.mark.slow(seconds=8)
+def test_forked_job_is_stopped_by_a_signal_that_follows_its_start_immediately(
+    tmp_path: Path, server: WarmServer
+) -> None:
+    start(server, frozen(tmp_path / "first"))
+    wait_until(lambda: not server.jobs, server)
+    for number in range(5):
+        job = start(server, frozen(tmp_path / str(number), *FOREVER))
+        job.send_signal(signal.SIGTERM)
+        wait_until(lambda: not server.jobs, server, 60)
+        assert job.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("overrides", "is_taken"),
     [

@@ -32,8 +32,8 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
     signal to job `id`. Each answer is one too: {"ready": true} once, then {"id", "code"} for each job that has exited.
     A negative code is the number of the signal that killed the job. `preload`: imports the modules that jobs need.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    # Blocked and not ignored, so that a signal to a new job is still pending when the job unblocks it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     preload()
     _check_is_forkable()
     ForkServer(socket.socket(fileno=descriptor), run).serve()
@@ -117,7 +117,7 @@ class ForkServer:
         os.dup2(console, 2)
         os.close(console)
         sys.argv = [str(job.__file__), str(folder)]
-
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         with ForkedRank(folder, self.run) as forked:
             return job.main(folder, forked.start)
 
@@ -186,8 +186,6 @@ def replace_environment(environment: Mapping[str, str]) -> None:
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:
     """Call `work` in a forked process and exit with the code that it returns; with 1 after an exception. Never returns."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     code = 1
     try:
         code = work()
