@@ -25,7 +25,7 @@ from src.engine.jobs import warm_server
 from src.engine.jobs.folders import frozen_config, write_job_folder
 from src.engine.jobs.warm_server import ForkedJob, WarmServer
 from src.engine.keys import SweepConfig
-from src.engine.launch import fork_server
+from src.engine.launch import fork_server, rank
 from src.engine.launch.fork_server import _check_is_forkable, run_and_exit
 from src.engine.launch.supervisor import with_project_on_path
 from src.engine.machine import hardware, nvidia
@@ -267,6 +267,25 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     os.waitpid(pid, 0)
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
+
+
+def test_failure_of_a_forked_rank_reaches_its_launcher_when_the_rank_cannot_write_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*given: Any) -> None:
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(rank, "write_failure", lambda folder, record: None)
+    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
+    folder, parent = frozen(tmp_path / "job"), os.getpid()
+    server = fork_server.ForkServer(socket.socketpair()[0], run)
+    request = {"folder": str(folder), "environment": os.environ.copy(), "cores": []}
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(lambda: server._run_job(parent, request))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    failure = read_result(folder).failure
+    assert failure is not None and failure["exception"] == "ValueError"
 
 
 def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

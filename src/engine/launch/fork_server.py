@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from src.engine.faults.failure import REPORT
 from src.engine.launch import job, rank
 from src.engine.machine import nvidia
-from src.engine.machine.platform import STOP_SIGNALS
+from src.engine.machine.platform import STOP_SIGNALS, open_memory
 from src.engine.machine.process import limit_job
 
 
@@ -132,6 +133,7 @@ class ForkedRank:
         _check_is_forkable()
         self.returncode: int | None = None
         reading, self._writing = os.pipe()
+        self._report = open_memory()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._writing)
@@ -146,10 +148,14 @@ class ForkedRank:
         os.close(self._writing)
         self.kill()
         self.wait()
+        self._report.close()
 
     def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
         """Start the rank with the arguments of `command` and only these environment variables."""
         arguments = command[command.index("-m") + 1 :]
+        # The launcher has opened its file for failure records after the fork, so both use the one that the rank inherited.
+        os.dup2(self._report.fileno(), int(environment[REPORT]), inheritable=False)
+        environment = {**environment, REPORT: str(self._report.fileno())}
         with os.fdopen(os.dup(self._writing), "w", encoding="utf-8") as pipe:
             pipe.write(json.dumps([arguments, environment]) + "\n")
         return self
