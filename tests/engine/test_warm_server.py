@@ -124,9 +124,11 @@ def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
     wait_until(lambda: trains(folder), server)
     server.kill()
     wait_until(lambda: job.is_lost, server, 10)
+    log = (folder / "metrics.jsonl").read_bytes()
     assert job.poll() == -signal.SIGKILL
     assert "jobs now start as new processes" in capfd.readouterr().err
     wait_until(lambda: not processes_of(folder), server, 10)
+    assert (folder / "metrics.jsonl").read_bytes() == log, "a lost job could still finish, and would then run again"
     assert not is_locked(folder)
     assert not server.takes(frozen_config(folder))
 
@@ -247,7 +249,7 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a fork, CUDA works only if no process before had initialized it."""
-    folder, connection, seen = frozen(tmp_path / "job"), socket.socketpair()[0], tmp_path / "seen"
+    folder, seen = frozen(tmp_path / "job"), tmp_path / "seen"
 
     def ask_driver() -> tuple[()]:
         nvidia.has_initialized_driver = True
@@ -258,12 +260,10 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
 
     monkeypatch.setattr(nvidia, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
-    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
-    monkeypatch.setattr(fork_server, "limit_job", lambda parent, cores: None)
-    request = {"folder": str(folder), "environment": {**os.environ, "OF_THE_JOB": "yes"}, "cores": []}
+    environment, parent = {**os.environ, "OF_THE_JOB": "yes"}, os.getpid()
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: fork_server.ForkServer(connection, run)._run_job(os.getppid(), request))
+        run_and_exit(lambda: fork_server._run_job(parent, run, folder, environment, []))
     os.waitpid(pid, 0)
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
@@ -276,20 +276,16 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_when_the_rank_cannot_writ
         raise ValueError("the disk is full")
 
     monkeypatch.setattr(rank, "write_failure", lambda folder, record: None)
-    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
     folder, parent = frozen(tmp_path / "job"), os.getpid()
-    server = fork_server.ForkServer(socket.socketpair()[0], run)
-    request = {"folder": str(folder), "environment": os.environ.copy(), "cores": []}
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: server._run_job(parent, request))
+        run_and_exit(lambda: fork_server._run_job(parent, run, folder, os.environ.copy(), []))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
 
 
-def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_check_is_forkable", lambda: None)
+def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path) -> None:
     with fork_server.ForkedRank(tmp_path, lambda *given: None) as forked:
         os.kill(forked.pid, 0)
     with pytest.raises(ProcessLookupError):

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import json
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from src.engine.config.compose import ROOT
 from src.engine.launch.supervisor import with_project_on_path
+from src.engine.machine.platform import STOP_SIGNALS
 from src.engine.machine.process import SAFE_PATH, limit_job
 from src.schema import Config
 
 # Environment variables that a library reads when it is loaded, so a forked job has the values of the server.
 READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
 END_SECONDS = 5.0
+WAIT_SECONDS = 0.1
 
 
 class WarmServer:
@@ -32,9 +34,8 @@ class WarmServer:
         self.is_ready = False
         self.jobs: dict[int, ForkedJob] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._connection: Connection[Any, Any] | None = None
         self._loaded: dict[str, str] = {}  # variables and code files that the server has loaded
-        self._received = b""
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
@@ -52,8 +53,7 @@ class WarmServer:
             self._start_server()
         job = ForkedJob(self, next(self._ids))
         self.jobs[job.id] = job
-        request = {"folder": str(folder.resolve()), "environment": dict(environment), "cores": list(cores)}
-        self.send({"id": job.id, **request})
+        self.send({"id": job.id, "folder": folder.resolve(), "environment": dict(environment), "cores": list(cores)})
         return job
 
     def close(self) -> None:
@@ -72,34 +72,33 @@ class WarmServer:
     def send(self, message: dict[str, Any]) -> None:
         """Send a request to the server that forks jobs. Does nothing if the server has ended."""
         if self._connection is not None:
-            with suppress(OSError):  # the server has ended, which `update` notices
-                self._connection.setblocking(True)
-                self._connection.sendall(json.dumps(message).encode() + b"\n")
+            # The handler of a stop signal sends too, so it must not run in the middle of a message.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            # The server has ended, which `update` notices.
+            with suppress(OSError):
+                self._connection.send(message)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def update(self, wait: bool = False) -> None:
-        """Read messages of the server, which contain the exit codes of jobs. `wait`: block until a message comes."""
-        if self._connection is None:
+    def update(self, seconds: float = 0.0) -> None:
+        """Read messages of the server, which contain the exit codes of jobs. `seconds`: time to wait for one."""
+        if self._process is None or self._connection is None:
             return
-        self._connection.setblocking(wait)
+        has_ended = self._process.poll() is not None
         try:
-            data = self._connection.recv(2**16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            # The jobs of a killed server keep the connection open until they have died; what they have forked may not die.
+            while self._connection.poll(END_SECONDS if has_ended else seconds):
+                message = self._connection.recv()
+                if "ready" in message:
+                    self.is_ready = True
+                else:
+                    self.jobs.pop(message["id"]).returncode = message["code"]
+        except (EOFError, OSError):
+            has_ended = True
+        if has_ended:
             self._lose_jobs()
-            return
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "ready" in message:
-                self.is_ready = True
-            else:
-                self.jobs.pop(message["id"]).returncode = message["code"]
 
     def _start_server(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = multiprocessing.Pipe()
         environment = with_project_on_path(os.environ) | {
             # Else numpy's OpenBLAS starts threads when it is loaded; they do not survive a fork.
             "OPENBLAS_NUM_THREADS": "1",
@@ -120,7 +119,7 @@ class WarmServer:
         self._connection = ours
 
     def _lose_jobs(self) -> None:
-        """Mark all running jobs as lost after the server has ended: the kernel has killed them with the server."""
+        """Mark all running jobs as lost after the server has ended: the kernel has killed them and their ranks with it."""
         assert self._process is not None and self._connection is not None
         self._connection.close()
         self._connection = None
@@ -148,7 +147,7 @@ class ForkedJob:
 
     def wait(self) -> int:
         while self.returncode is None:
-            self.server.update(wait=True)
+            self.server.update(WAIT_SECONDS)
         return self.returncode
 
     def send_signal(self, number: int) -> None:

@@ -7,15 +7,15 @@ only jobs of one rank: first the launcher of the job, which forks the rank at on
 from __future__ import annotations
 
 import atexit
-import json
+import multiprocessing
 import os
-import selectors
 import signal
-import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,19 +25,41 @@ from src.engine.machine import nvidia
 from src.engine.machine.platform import STOP_SIGNALS, open_memory
 from src.engine.machine.process import limit_job
 
+# Seconds between two looks for jobs that have exited. The sweep looks as often.
+POLL_SECONDS = 0.02
+
 
 def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
-    """Fork the jobs that a sweep requests through the socket `descriptor`, until the sweep closes the socket.
+    """Fork the jobs that a sweep requests through the connection `descriptor`, until the sweep closes it.
 
-    Each request is a line of JSON: {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a
-    signal to job `id`. Each answer is one too: {"ready": true} once, then {"id", "code"} for each job that has exited.
-    A negative code is the number of the signal that killed the job. `preload`: imports the modules that jobs need.
+    A request {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a signal to job `id`.
+    Answers are {"ready": True} once, then {"id", "code"} for each job that has exited. A negative code is the number of
+    the signal that killed the job. `preload`: imports the modules that jobs need.
     """
     # Blocked and not ignored, so that a signal to a new job is still pending when the job unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     preload()
     _check_is_forkable()
-    ForkServer(socket.socket(fileno=descriptor), run).serve()
+    server = os.getpid()
+    connection: Connection[Any, Any] = Connection(descriptor)
+    connection.send({"ready": True})
+    pids: dict[int, int] = {}  # of the running jobs, by id
+    while True:
+        if connection.poll(POLL_SECONDS if pids else None):
+            try:
+                request = connection.recv()
+            except EOFError:
+                return
+            id = request.pop("id")
+            if "signal" not in request:
+                pids[id] = _fork(partial(_run_job, server, run, **request))
+            elif id in pids:
+                os.kill(pids[id], request["signal"])
+        for id, pid in list(pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del pids[id]
+                connection.send({"id": id, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _check_is_forkable() -> None:
@@ -51,76 +73,33 @@ def _check_is_forkable() -> None:
         raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
 
 
-class ForkServer:
-    """Server loop that forks a process for each requested job, and sends the exit code of each job to the sweep."""
+def _fork(work: Callable[[], int]) -> int:
+    """Call `work` in a forked process, which exits with the code that it returns. Return the pid of the process."""
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(work)
+    return pid
 
-    def __init__(self, connection: socket.socket, run: rank.RankMain) -> None:
-        self.connection, self.run = connection, run
-        self.jobs: dict[int, int] = {}  # pid -> id of the job
-        self._wake_reading, self._wake_writing = socket.socketpair()
 
-    def serve(self) -> None:
-        """Start and signal jobs on request, and report their exit codes, until the sweep closes the connection."""
-        self._wake_writing.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
-        selector = selectors.DefaultSelector()
-        selector.register(self.connection, selectors.EVENT_READ)
-        selector.register(self._wake_reading, selectors.EVENT_READ)
-        self._send({"ready": True})
-        received = b""
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is self._wake_reading:
-                    self._wake_reading.recv(4096)
-                    continue
-                data = self.connection.recv(2**16)
-                if not data:  # the sweep has ended
-                    return
-                *lines, received = (received + data).split(b"\n")
-                for line in lines:
-                    self._answer(json.loads(line))
-            self._report_exits()
+def _run_job(
+    server: int, run: rank.RankMain, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
+) -> int:
+    """Set up the environment, cores and log of a job in this forked process, and run its launcher. Return the exit code.
 
-    def _answer(self, request: dict[str, Any]) -> None:
-        if "signal" in request:
-            for pid, id in self.jobs.items():
-                if id == request["id"]:
-                    os.kill(pid, request["signal"])
-            return
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            run_and_exit(lambda: self._run_job(parent, request))
-        self.jobs[pid] = request["id"]
-
-    def _report_exits(self) -> None:
-        for pid in list(self.jobs):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._send({"id": self.jobs.pop(pid), "code": os.waitstatus_to_exitcode(status)})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def _run_job(self, parent: int, request: dict[str, Any]) -> int:
-        """Set up the environment, cores and log of a job in this forked process, and run its launcher. Return the exit code."""
-        folder = Path(request["folder"])
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for opened in (self.connection, self._wake_reading, self._wake_writing):
-            opened.close()
-        replace_environment(request["environment"])
-        limit_job(parent, request["cores"])
-        console = os.open(folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(console, 1)
-        os.dup2(console, 2)
-        os.close(console)
-        sys.argv = [str(job.__file__), str(folder)]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        with ForkedRank(folder, self.run) as forked:
-            return job.main(folder, forked.start)
+    The job and its rank keep the connection of the server open: after a kill of the server, the sweep reads its end only
+    when they have died too, so none of them can still write a result.
+    """
+    os.setsid()
+    replace_environment(environment)
+    limit_job(server, cores)
+    console = os.open(folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.dup2(console, 1)
+    os.dup2(console, 2)
+    os.close(console)
+    sys.argv = [str(job.__file__), str(folder)]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    with ForkedRank(folder, run) as forked:
+        return job.main(folder, forked.start)
 
 
 class ForkedRank:
@@ -130,34 +109,33 @@ class ForkedRank:
     """
 
     def __init__(self, folder: Path, run: rank.RankMain) -> None:
-        _check_is_forkable()
         self.returncode: int | None = None
-        reading, self._writing = os.pipe()
+        reading, self._writing = multiprocessing.Pipe(duplex=False)
         self._report = open_memory()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._writing)
-            run_and_exit(lambda: _run_rank(reading, folder, run))
-        os.close(reading)
+
+        def work() -> int:
+            self._writing.close()
+            return _run_rank(reading, folder, run)
+
+        self.pid = _fork(work)
+        reading.close()
 
     def __enter__(self) -> ForkedRank:
         return self
 
     def __exit__(self, *error: object) -> None:
         """End a rank that was never started (another process holds the run folder) or that the launcher did not wait for."""
-        os.close(self._writing)
+        self._writing.close()
         self.kill()
         self.wait()
         self._report.close()
 
     def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
         """Start the rank with the arguments of `command` and only these environment variables."""
-        arguments = command[command.index("-m") + 1 :]
         # The launcher has opened its file for failure records after the fork, so both use the one that the rank inherited.
         os.dup2(self._report.fileno(), int(environment[REPORT]), inheritable=False)
         environment = {**environment, REPORT: str(self._report.fileno())}
-        with os.fdopen(os.dup(self._writing), "w", encoding="utf-8") as pipe:
-            pipe.write(json.dumps([arguments, environment]) + "\n")
+        self._writing.send((command[command.index("-m") + 1 :], environment))
         return self
 
     def wait(self) -> int:
@@ -173,13 +151,12 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_rank(reading: int, folder: Path, run: rank.RankMain) -> int:
+def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -> int:
     """Wait for the request of `ForkedRank.start` and run the rank. Return its exit code; 0 if the launcher ends without one."""
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        line = pipe.readline()
-    if not line:
+    try:
+        sys.argv, environment = reading.recv()
+    except EOFError:
         return 0
-    sys.argv, environment = json.loads(line)
     replace_environment(environment)
     return rank.main(folder, run)
 
