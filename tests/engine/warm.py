@@ -8,7 +8,6 @@ from pathlib import Path
 # The server does not have this process's path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch.utils.tensorboard
 import torchvision.transforms.v2
 
 import ranks
@@ -17,10 +16,10 @@ from configs import parse, tiny
 with suppress(ImportError):  # a GPU machine without a package index may lack it
     import hypothesis
 
-import src.parallel.data_parallel
 import src.parallel.distributed
 import src.parallel.fully_sharded
-import src.train.run
 from src.engine.config.compose import compose_command
+from src.train import preload
 
+preload()
 compose_command(parse(*tiny()))  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver
