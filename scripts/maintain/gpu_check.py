@@ -42,6 +42,7 @@ NEEDED = (
 RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
 # The matrix products behind which a copy hides take minutes on simulated devices.
 WAITS = ("tests/engine/test_speed.py",) if SIMULATED else ("tests/engine/test_speed.py", "tests/engine/test_feed.py")
+ON_DEVICE = ("tests/engine/test_gpu.py", "tests/engine/test_gpu_faults.py")
 # What tells most comes first.
 PARTS = (
     Part("machine", 15, gpu_runs.topology),
@@ -57,9 +58,7 @@ PARTS = (
     Part("deterministic steps", 35, gpu_runs.deterministic),
     Part("compile and resume", 35, gpu_runs.compiled, simulated=False),
     Part("reading JPEG files", 25, gpu_speed.jpeg),
-    Part(
-        "all tests of GPUs", 400, tests("tests/engine/test_gpu.py", "tests/engine/test_gpu_faults.py"), needs_full=True
-    ),
+    Part("all tests of GPUs", 400, tests(*ON_DEVICE), needs_full=True),
     Part("profile", 60, gpu_speed.profile, needs_full=True, simulated=False),
     Part("speed: ResNet-50, three rounds", 240, gpu_speed.against_by_hand("ResNet-50", RESNET, 3), needs_full=True),
     Part("speed: ViT-B/16, three rounds", 240, gpu_speed.against_by_hand("ViT-B/16", VIT, 3), needs_full=True),

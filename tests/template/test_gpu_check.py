@@ -32,8 +32,12 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
 
 def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
     """Their ranks are forked from a server that imports warm.py."""
-    run = ("test_gpu", "test_gpu_faults", "test_speed", "test_feed")
-    files = ("tests/conftest.py", *(f"tests/engine/{name}.py" for name in (*run, *SUPPORT)))
+    files = (
+        "tests/conftest.py",
+        *gpu_check.WAITS,
+        *gpu_check.ON_DEVICE,
+        *(f"tests/engine/{name}.py" for name in SUPPORT),
+    )
     needed = {
         name.partition(".")[0]
         for file in files
