@@ -18,6 +18,10 @@ SHORT = (f"train.max_steps={STEPS}", "train.log_every=1", "data.batch_size=48", 
 FAULTY = ROOT / "tests" / "engine" / "promises" / "faulty"
 # A batch that no GPU can hold.
 HUGE = 8192
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+if SIMULATED:
+    # The simulated driver ignores CUDA_VISIBLE_DEVICES.
+    WITHOUT_GPU |= {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "SIMCUDA": ""}
 
 
 def topology(seconds: float) -> list[Row]:
@@ -69,7 +73,6 @@ def jobs(seconds: float) -> list[Row]:
 def other_devices(seconds: float) -> list[Row]:
     """Train on CUDA; then read, evaluate, predict with, export and resume the run without a GPU or on it."""
     clock, rows = Clock(seconds), []
-    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
     with scratch() as base:
         folder = base / "run"
         run = train(folder, "parallel=single", *SHORT, seconds=clock.left)
@@ -78,7 +81,7 @@ def other_devices(seconds: float) -> list[Row]:
             return rows
         best = folder / "checkpoints" / "best.pt"
         load = f"import torch; torch.load({str(best)!r}, weights_only=True); assert not torch.cuda.is_available()"
-        rows.append(same("torch.load of best.pt without a GPU", python(["-c", load], clock.left, without_gpu).code, 0))
+        rows.append(same("torch.load of best.pt without a GPU", python(["-c", load], clock.left, WITHOUT_GPU).code, 0))
         evaluated = python(["evaluate.py", f"run={folder}"], clock.left)
         lines = [json.loads(line) for line in evaluated.output.splitlines() if line.startswith("{")]
         # evaluate.py prints the metrics of the best weights.
@@ -88,7 +91,7 @@ def other_devices(seconds: float) -> list[Row]:
         exported = python(["scripts/export.py", f"run={folder}"], clock.left)
         rows.append(same("export.py: exit code", exported.code, 0))
         on_cpu = ("parallel.accelerator=cpu", f"train.max_steps={STEPS + 2}")
-        resumed = python(["train.py", f"resume={folder}", *on_cpu], clock.left, without_gpu)
+        resumed = python(["train.py", f"resume={folder}", *on_cpu], clock.left, WITHOUT_GPU)
         rows.append(same("resumed on the CPU: exit code", resumed.code, 0))
         rows.append(same("resumed on the CPU: steps", run.result["steps"], STEPS + 2))
         on_cuda = ("parallel.accelerator=cuda", f"train.max_steps={STEPS + 4}")
