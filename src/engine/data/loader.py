@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
@@ -23,6 +24,8 @@ from src.schema import DataConfig
 
 # A batch, the indices that could not be read for it, and the random draws of its batch steps.
 Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
+# Seconds until the kernel reports the end of a worker whose connections it has closed.
+SIGNAL_SECONDS = 1.0
 # Limit of consecutive unreadable images to skip. More are not just a few damaged files.
 MAX_IN_A_ROW = 100
 
@@ -210,10 +213,15 @@ class Loader:
     def _read(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield batches from the workers: images, labels, and the draws of the batch steps."""
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
-        for images, labels, unreadable, draws in fetched:
-            self.unreadable.update(unreadable)
-            if len(labels):
-                yield images, labels, *draws
+        try:
+            for images, labels, unreadable, draws in fetched:
+                self.unreadable.update(unreadable)
+                if len(labels):
+                    yield images, labels, *draws
+        except (ConnectionError, EOFError):
+            # A killed worker closes its connections first. Then SIGCHLD lets torch raise an error that names the worker.
+            time.sleep(SIGNAL_SECONDS)
+            raise
 
     def _to_device(self, batch: tuple[Tensor, ...]) -> Batch:
         images, labels, *draws = self.prefetcher.send(batch)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.resource_sharer
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -132,6 +134,27 @@ def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> 
         process.kill()
         assert process.exitcode == 7
         assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.processes
+def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = InMemory(torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    fetcher = BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64)
+    loader = TrainLoader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1)
+    others = set(psutil.Process().children())
+    batches = loader.epoch(0)
+    next(batches)
+    [worker] = set(psutil.Process().children()) - others
+
+    def detach(*given: object) -> None:
+        threading.Timer(0.2, worker.kill).start()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(multiprocessing.resource_sharer.DupFd, "detach", detach)
+    with pytest.raises(RuntimeError, match=f"DataLoader worker .*{worker.pid}"):
+        next(batches)
+    loader.close()
 
 
 def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
