@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cluster_commands import SRUN
 from commands import Train
 from configs import read_lines, tiny

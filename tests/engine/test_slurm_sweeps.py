@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from cluster_commands import ARRAY, SEARCH
 from commands import Train
 from slurm_cluster import LONG, MARKS, Jobs, cluster_of_two_nodes, jobs_on_the_cluster  # noqa: F401
