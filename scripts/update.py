@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         newest = take(root, options.source, options.keep, options.test)
     except Conflict as conflict:
-        print(f"update: {conflict}; nothing is changed", file=sys.stderr)
+        print(f"update: {conflict}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"update: {error}", file=sys.stderr)
@@ -71,11 +71,21 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
         subprocess.run(shlex.split(test), cwd=root, check=True)
         passed = True
     finally:
-        # Also after Ctrl-C. In contrast to git reset --hard, this never overwrites a file edited during the tests.
+        # Also after Ctrl-C.
         if not passed:
-            git(root, "update-index", "-q", "--refresh")
-            git(root, "read-tree", "-m", "-u", result, head)
+            put_back(root, result, head)
     return newest
+
+
+def put_back(root: Path, result: str, head: str) -> None:
+    """Undo the changes from `head` to `result`. Raises ValueError if one of these files was edited during the tests."""
+    git(root, "update-index", "-q", "--refresh")
+    try:
+        # In contrast to git reset --hard, this never overwrites an edited file.
+        git(root, "read-tree", "-m", "-u", result, head)
+    except ValueError as error:
+        fix = "git reset --hard discards the update and your edits"
+        raise ValueError(f"a file was edited during the tests, so the update is not undone; {fix} ({error})") from None
 
 
 def read_record(root: Path) -> dict[str, Any]:
@@ -118,7 +128,7 @@ def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
             return commits[files]
     raise ValueError(
         f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has its files; "
-        "write the commit of the template that this fork began with"
+        "write the template's commit that this fork began with (in a shallow clone: git fetch --unshallow)"
     )
 
 
@@ -134,16 +144,17 @@ def merge(root: Path, head: str, base: str, newest: str, record: dict[str, Any],
             old = commit_fork(scratch, base, record)
             new = commit_fork(scratch, newest, record, old)
             git(scratch, "checkout", "--quiet", "--detach", "--force", head)
-            # File by file: if git followed renames, your change could move into an engine file, which is replaced below.
-            picked = run_git(scratch, "cherry-pick", "--no-commit", "-Xno-renames", new)
+            # resolve ignores renames. Otherwise your change could move into an engine file, which is replaced below.
+            picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:
                 raise ValueError(f"git cherry-pick: {picked.stderr.strip()}")
             git(scratch, "restore", f"--source={new}", "--staged", "--worktree", "--", *ENGINE, RECORD)
             conflicts = settle(scratch, head, keep)
             if conflicts:
+                names = " ".join(conflicts)
                 raise Conflict(
-                    f"conflict in {' '.join(conflicts)}; for the template's change: git diff {old[:10]} {new[:10]} -- <file>; "
-                    f'take what you want of it into your files, commit, and add KEEP="{" ".join(conflicts)}"'
+                    f"conflict in {names}; nothing is changed. The template's change: git diff {old[:10]} {new[:10]} -- {names}; "
+                    f'put what you want of it into your files, commit, and run again with KEEP="{names}"'
                 )
             replaced = paths(git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *ENGINE))
             if replaced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -97,7 +98,8 @@ def write(folder: Path, files: dict[str, str | None]) -> None:
 def commit(folder: Path, files: dict[str, str | None]) -> str:
     write(folder, files)
     git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "a change")
+    # With equal messages, two repositories could begin with one and the same commit.
+    git(folder, "commit", "--quiet", "--message", f"A change of {folder.name}")
     return git(folder, "rev-parse", "HEAD")
 
 
@@ -209,6 +211,9 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     error = capfd.readouterr().err
     assert "conflict in image.png src/front.py src/unused.py" in error and error.count("\n") == 1
     assert state(mine) == before
+    printed = re.findall(r"git (diff \w+ \w+) --", error)[0].split()
+    assert "-first = 1\n" in git(mine, *printed, "--", "src/front.py")
+    assert "+first = 100\n" in git(mine, *printed, "--", "src/front.py")
     assert update(mine, "--keep", "src", "image.png") == 0
     assert read(mine / "src/front.py") == OWN["src/front.py"]
     assert read(mine / "src/unused.py") == "# used by me\n"
@@ -216,12 +221,24 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     assert read(mine / "src/engine/core.py") == "VERSION = 2\n"
 
 
+def test_file_moved_into_the_engine_is_a_conflict_when_the_fork_changed_it(
+    template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commit(template, {"src/engine/front.py": SMALL["src/front.py"], "src/front.py": None})
+    before = state(mine)
+    assert update(mine) == 1
+    assert "conflict in src/front.py;" in capfd.readouterr().err
+    assert state(mine) == before
+
+
 def test_update_puts_everything_back_when_a_test_fails(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, NEWER)
     before = state(mine)
-    fails_with_the_merged_file = "grep -q 'third = 3$' src/front.py || (echo FAILED test_third && exit 5)"
+    fails_with_the_merged_file = (
+        "touch -t 202001010000 src/front.py; grep -q 'third = 3$' src/front.py || (echo FAILED test_third && exit 5)"
+    )
     assert update(mine, test=f'sh -c "{fails_with_the_merged_file}"') == 1
     output = capfd.readouterr()
     assert "FAILED test_third" in output.out
