@@ -26,7 +26,7 @@ RECIPES = (
     *("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a1", "imagenet_resnet50_a2"),
     *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
 )
-# Files that a fork does not need, and the commands in them. A page names them in lines that can be removed: whole paragraphs,
+# Files that a fork does not need, and the commands in them. A page names them in lines that can be removed: whole sentences,
 # list items, rows of tables, or lines of code.
 OF_THE_TEMPLATE = ("scripts/maintain", "tests/template", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
 COMMANDS = (

@@ -99,7 +99,7 @@ def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> No
 
 
 def units_of(text: str) -> list[str]:
-    """Split a page into what may be removed alone: paragraphs, list items, rows of tables, and lines of code."""
+    """Split a page into what may be removed alone: lines of whole sentences, list items, rows of tables, and lines of code."""
     units: list[str] = []
     in_code = joins = False
     for line in text.splitlines():
@@ -109,13 +109,13 @@ def units_of(text: str) -> list[str]:
             units[-1] += f"\n{line}"
         elif line.strip():
             units.append(line)
-        joins = bool(line.strip()) and not is_line
+        joins = bool(line.strip()) and not is_line and not line.endswith((".", "。"))
         in_code ^= is_fence
     return units
 
 
 @pytest.mark.parametrize("drop_demo", [False, True])
-def test_make_fork_removes_only_whole_paragraphs_list_items_and_rows(
+def test_make_fork_removes_only_whole_sentences_list_items_and_rows(
     drop_demo: bool, template: Path, clone: Path
 ) -> None:
     fork(clone, "mine", "Ada", drop_demo)
