@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
 MOST_VALUES = 100_000  # OmegaConf copies each of them, in a second
-
-
-def load_yaml(path: Path) -> DictConfig | ListConfig:
-    """Read a YAML file with OmegaConf. Raises ValueError if its aliases expand to too many values."""
-    check_aliases(path)
-    return OmegaConf.load(path)
 
 
 def check_aliases(path: Path) -> None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.engine.config.aliases import check_aliases_of, load_yaml
+from src.engine.config.aliases import check_aliases, check_aliases_of
 from src.engine.config.arguments import parse_command_line
 from src.engine.config.hydra_allowlist import check_before_composing, check_hydra_block, check_hydra_types
 from src.engine.config.resolvers import by_device, device_counts
@@ -204,7 +204,8 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
 def read_saved(path: Path) -> DictConfig | ListConfig:
     """Read a config that this or an older version saved, without the settings of sweep.repeats=auto, which is gone."""
-    tree = load_yaml(path)
+    check_aliases(path)
+    tree = OmegaConf.load(path)
     sweep = tree.get("sweep") if isinstance(tree, DictConfig) else None
     if isinstance(sweep, DictConfig):
         sweep.pop("precision", None)

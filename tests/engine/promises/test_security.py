@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from commands import Refuse, Train
-from src.engine.config.aliases import load_yaml
-from src.engine.config.compose import ROOT
+from src.engine.config.compose import ROOT, read_saved
 from src.engine.data.image_check import CheckedImage, show, summarize
 from src.engine.faults.failure import RankExits, failure_text
 from src.engine.launch import torchrun
@@ -102,7 +101,7 @@ def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_p
 
 def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: &a {x: 1}\nb: *a\n")
-    assert load_yaml(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
+    assert read_saved(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
 
 
 def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
