@@ -67,7 +67,7 @@ def test_validation_images_stay_in_val_split_when_val_fraction_grows(
     assert all(split_of(name, larger) == "val" for name, split in before.items() if split == "val")
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(0.05, 0.4), st.floats(0.05, 0.4))
 def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(val: float, test: float) -> None:
     data = DataConfig(name="folder", val_fraction=val, test_fraction=test)

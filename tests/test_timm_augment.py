@@ -391,7 +391,7 @@ def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
         (model(images) ** 2).sum().backward()
     whole = torch.cat([p.grad.flatten() for p in theirs.parameters() if p.grad is not None]).norm()
     dispatch_clip_grad(model_parameters(theirs, exclude_head="agc" in mode), 0.05, mode)
-    state: Any = SimpleNamespace(model=ours, scaler=None)
+    state: Any = SimpleNamespace(model=ours, parameters=ours.parameters, scaler=None)
     strategy: Any = SimpleNamespace(whole=lambda norm: norm)
     norm = _clip_gradients(state, OptimConfig(clip_grad=0.05, clip_mode=mode), strategy, needed)
     for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
