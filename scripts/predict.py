@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from src.engine.config.arguments import CommandLine, errors_in_one_line, number
 from src.engine.machine.process import exit_process
 from src.engine.machine.ranks import Ranks, ranks_from_environment
-from src.schema import Config, DataConfig, ParallelConfig, ResolvedParallel
+from src.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, ResolvedParallel
 
 
 @errors_in_one_line
@@ -58,7 +58,12 @@ def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParalle
     from src.engine.config.validate import check_combination
 
     parallel = ParallelConfig(strategy=given.parallel, devices=given.devices)
-    config = Config(parallel=parallel, data=DataConfig(batch_size=None, batch_size_per_device=given.batch_size))
+    # Only the keys of devices matter. val/loss exists in every project, unlike the default val/acc.
+    config = Config(
+        parallel=parallel,
+        data=DataConfig(batch_size=None, batch_size_per_device=given.batch_size),
+        checkpoint=CheckpointConfig(metric="val/loss"),
+    )
     check_combination(config)
     sizes = (ranks.world_size, ranks.local_world_size) if ranks is not None and parallel.has_ranks else ()
     return resolve(config, *sizes).parallel

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from src.parallel import build_strategy
 from src.parallel.single import Single
 from src.schema import ParallelConfig, ResolvedParallel
 from src.train.build import EvaluationParts
+from src.train.losses import LOSSES
 
 
 def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) -> None:
@@ -268,6 +270,20 @@ def test_evaluate_py_refuses_data_with_different_classes(
     assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
     err = capfd.readouterr().err
     assert "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
+
+
+def test_evaluate_py_of_a_loss_without_probabilities_prints_no_ece_and_refuses_predictions(
+    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As for a regression, whose outputs are values."""
+    monkeypatch.setitem(LOSSES, "ce", replace(LOSSES["ce"], probabilities=None))
+    words = [f"run={finished_run.folder}", "split=val", "data.workers=0"]
+    assert entry.main(words) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed.keys() >= {"loss", "acc"} and "ece" not in printed
+    assert entry.main([*words, f"predictions={tmp_path / 'x.csv'}"]) == 2
+    assert capfd.readouterr().err.startswith("evaluate.py: predictions=")
+    assert not (tmp_path / "x.csv").exists()
 
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:

@@ -56,6 +56,11 @@ def evaluate_config(
     None: the weights of config.model. `predictions`: a CSV file to write, with a line per image. `weights`: model, or ema
     (averaged); None: evaluate both, and predict with those that checkpoint.metric evaluates.
     """
+    if predictions is not None and find_loss(config.train.loss).probabilities is None:
+        raise ValueError(
+            f"predictions={predictions}: needs probabilities of classes, which train.loss={config.train.loss} has not; "
+            "leave predictions out"
+        )
     if config.train.deterministic:
         use_deterministic_algorithms()
     with ExitStack() as on_close:
@@ -87,6 +92,7 @@ def evaluate_config(
             evaluation = _evaluate_split(config, strategy, model, loaders[name], keeps_rows)
             if keeps_rows and strategy.is_first:
                 probabilities = find_loss(config.train.loss).probabilities
+                assert probabilities is not None
                 rows = prediction_table(evaluation, getattr(dataset, name), dataset.class_names, probabilities)
                 tables.append(rows.assign(split=name, weights=evaluated))
             source = {"checkpoint": str(path), "weights": evaluated} if contents else {"model": config.model.name}
@@ -117,7 +123,7 @@ def _evaluate_split(
 ) -> Evaluation:
     loss, task = find_loss(config.train.loss), config.train.task
     metrics = metrics_of(task)
-    if task == "classification":
+    if task == "classification" and loss.probabilities is not None:
         metrics = metrics | {"ece": Metric(partial(count_by_confidence, loss.probabilities), calibration_error)}
     evaluation = evaluate(
         strategy.for_evaluation(Autocast(model, strategy.device.type, AUTOCAST[config.train.precision])),

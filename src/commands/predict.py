@@ -91,6 +91,9 @@ def _best(
 ) -> Iterator[tuple[int, Prediction]]:
     names = trained.class_names
     scores = model(images)[:, : len(names)].float()
-    best = find_loss(trained.config.train.loss).probabilities(scores).topk(min(topk, len(names)))
+    probabilities = find_loss(trained.config.train.loss).probabilities
+    # A regression predicts values: they stand where probabilities stand.
+    shown = scores if probabilities is None else probabilities(scores)
+    best = shown.topk(min(topk, len(names)))
     for number, indices, values in zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True):
         yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)

@@ -126,8 +126,8 @@ class Loss:
     build: Callable[..., Criterion]
     # (scores [B, classes], labels [B]) -> the loss of each image in evaluation.
     of_images: Callable[[Tensor, Tensor], Tensor] = softmax_losses
-    # Scores [B, classes] -> probabilities of the classes.
-    probabilities: Callable[[Tensor], Tensor] = lambda scores: scores.softmax(1)
+    # Scores [B, classes] -> probabilities of the classes. None: the scores are values, as in regression.
+    probabilities: Callable[[Tensor], Tensor] | None = lambda scores: scores.softmax(1)
     tasks: tuple[str, ...] = ("classification",)
     # True if an image has a term for each class, not only for its own. train.class_weights then weight these terms.
     has_class_terms: bool = False
