@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from sklearn.metrics import f1_score
 
 from configs import read_lines, tiny
@@ -120,8 +122,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for folder in ("src", "conf", "scripts"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
-    (copy / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "keys.md", copy / "docs")
     bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items() if name not in ALONE}
     bill |= {name: sorted(example.files()) for name, example in EXAMPLES.items() if name in ALONE}
     (copy / "bill.json").write_text(json.dumps(bill))
@@ -389,12 +389,62 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         copy = tmp_path_factory.mktemp("alone")
         for file in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
             shutil.copy(ROOT / file, copy)
-        for folder in ("src", "conf"):
+        for folder in ("src", "conf", "scripts"):
             shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
         EXAMPLES[name].follow(copy)
         return copy
 
     return copy_with
+
+
+def words_for(name: str, npz: Path) -> list[str]:
+    """Return the words of an example's last training command, for three steps of one device."""
+    line = [line for line in EXAMPLES[name].commands if line.startswith("python train.py") and "resume=" not in line][
+        -1
+    ]
+    given = shlex.split(line.replace("/data/medmnist.npz", str(npz)))[2:]
+    given = [word for word in given if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))]
+    small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(name, ("model=tiny",))
+    parallel = "local_sgd" if name == "A strategy" else "single"
+    words = [
+        *SMALL,
+        *small,
+        *given,
+        f"parallel={parallel}",
+        "parallel.devices=1",
+        "parallel.accelerator=cpu",
+        "data.workers=0",
+    ]
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.processes
+@pytest.mark.parametrize("which", [None, *ALONE])
+def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
+    which: str | None, scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for number in range(2):
+        Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(tmp_path / f"{number}.png")
+    names = [which] if which else [name for name in EXAMPLES if name not in ALONE]
+    copy = alone(which) if which else scratch
+    jobs = json.dumps({name: words_for(name, npz) for name in names})
+    script = Path(__file__).with_name("example_runs.py")
+    command = [sys.executable, str(script), jobs, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["name"] for run in runs] == names
+    for run in runs:
+        assert run["steps"] == [3, 5], run["name"]
+        assert run["evaluated"]["loss"] == pytest.approx(run["trained"]["loss"], rel=1e-5), run["name"]
+        assert all(len(image["classes"]) == len(image["probabilities"]) >= 1 for image in run["predicted"])
+        assert len(run["predicted"]) == 2, run["name"]
+        is_regression = run["name"] == "Regression"
+        assert run["predictions_code"] == (2 if is_regression else 0), run["name"]
+        assert run["rows"] == (None if is_regression else run["trained"]["samples"]), run["name"]
+        assert ("ece" in run["evaluated"]) == (not is_regression), run["name"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,103 @@
+"""Train, evaluate, predict with and resume runs of a copy of the project that has examples of docs/extend.md.
+
+    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, with the copy on the path
+
+Prints a JSON line per run. Each run is a process that is forked from this one, which has imported torch; its only rank is that
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.utils.tensorboard
+
+import evaluate
+import train
+from scripts import predict
+from src.engine.faults.failure import RankExits
+from src.engine.launch import job
+from src.engine.machine.ranks import Ranks
+from src.schema import ResolvedConfig
+from src.train.run import run
+
+
+def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:
+    """Replace `run_ranks`: run the only rank in this process."""
+    run(config, folder, Ranks(), torch.distributed.HashStore() if config.parallel.has_ranks else None)
+    return RankExits(world_size=1)
+
+
+def output_of(main: Callable[..., int], *arguments: Any) -> tuple[int, str]:
+    """Return the exit code of a command and what it printed, without warnings."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(*arguments)
+    return code, out.getvalue()
+
+
+def train_with(*words: str) -> None:
+    sys.argv = ["train.py", *words]
+    code, out = output_of(train.main)
+    assert code == 0, f"{words}\n{out}"
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assert result["status"] == "done", result["reason"]
+    return result
+
+
+def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
+    """Take a run through all commands, and return what they printed."""
+    folder = Path("runs") / name.replace(" ", "_")
+    train_with(*words, f"hydra.run.dir={folder}")
+    first = result_of(folder)
+    code, out = output_of(evaluate.main, [f"run={folder}", "split=val", "checkpoint=last", "weights=model"])
+    assert code == 0, out
+    table = folder / "table.csv"
+    code, _ = output_of(evaluate.main, [f"run={folder}", "split=val", "weights=model", f"predictions={table}"])
+    output = folder / "predicted.json"
+    predicted, out_of_predict = output_of(
+        predict.main, [f"run={folder}", f"images={images}", f"output={output}", "workers=0"]
+    )
+    assert predicted == 0, out_of_predict
+    train_with(f"resume={folder}", "train.max_steps=5", "train.epochs=9")
+    return {
+        "name": name,
+        "steps": [first["steps"], result_of(folder)["steps"]],
+        "trained": first["val"],
+        "evaluated": json.loads(out),
+        "predictions_code": code,
+        "rows": len(table.read_text(encoding="utf-8").splitlines()) - 1 if table.exists() else None,
+        "predicted": json.loads(output.read_text(encoding="utf-8")),
+    }
+
+
+def main(jobs: str, images: str) -> int:
+    job.run_ranks = run_rank_here
+    torch.set_num_threads(1)
+    for name, words in json.loads(jobs).items():
+        child = os.fork()
+        if not child:
+            try:
+                print(json.dumps(follow(name, words, Path(images))), flush=True)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+            os._exit(0)
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            print(f"{name}: exit code {code}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
