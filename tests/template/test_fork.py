@@ -29,10 +29,8 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
+def make_template(folder: Path) -> Path:
     """Create a repository with the files of this working tree that git tracks or would add."""
-    folder = tmp_path / "template"
     names = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     for name in names:
         if (ROOT / name).is_file():
@@ -42,6 +40,11 @@ def template(tmp_path: Path) -> Path:
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "the template")
     return folder
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    return make_template(tmp_path / "template")
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks stay green.
+
+Sampled: an example alone gets `ruff` and the tests of QUICK, because only these and slower tests read what examples change;
+all examples together get `make lint test`, which is the fork's whole own suite.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_bill import ALONE, EXAMPLES
+from test_fork import git, make_template
+
+from commands import ROOT
+from scripts.maintain.fork import fork
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
+    pytest.mark.processes,
+]
+# They check conf/, the schema, the optimizer and the schedule, and start no processes.
+QUICK = tuple(f"tests/test_{name}.py" for name in ("schema_json", "optim", "freeze", "ema"))
+# Regression replaces accuracy, which the default of checkpoint.metric names, so a fork would give another default.
+OF_REGRESSION = ("tests/test_schema_json.py", "tests/test_ema.py")
+
+
+def run_in(folder: Path, *command: str) -> None:
+    """Run a command without the variables of this test run, and fail with its output."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a fork without recipes and Chinese pages, whose README and pages are its own."""
+    folder = tmp_path_factory.mktemp("fork_life")
+    template = make_template(folder / "template")
+    git(folder, "clone", "-q", str(template), "mine")
+    mine = folder / "mine"
+    fork(mine, "mine", "Ada", drop_demo=True)
+    for page in [*mine.glob("README*.md"), *(mine / "docs").glob("*.md")]:
+        if "zh-CN" in page.name:
+            page.unlink()
+        else:
+            page.write_text("Own words.\n", encoding="utf-8")
+    git(mine, "add", "-A")
+    git(mine, "commit", "-qm", "mine")
+    return mine
+
+
+@pytest.fixture
+def fork_at_start(forked: Path) -> Path:
+    """Undo the examples that an earlier test has followed."""
+    git(forked, "checkout", "-q", ".")
+    git(forked, "clean", "-qfd")
+    return forked
+
+
+@pytest.mark.slow(seconds=9)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(name: str, fork_at_start: Path) -> None:
+    EXAMPLES[name].follow(fork_at_start)
+    if "make schema" in EXAMPLES[name].commands:
+        run_in(fork_at_start, sys.executable, "scripts/schema.py")
+    run_in(fork_at_start, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
+    run_in(fork_at_start, sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".")
+    files = OF_REGRESSION if name == "Regression" else QUICK
+    options = ("-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not processes and not gpu")
+    options += ("-k", "not every_timm_optimizer")
+    run_in(fork_at_start, sys.executable, "-m", "pytest", *options, *files)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.slow(seconds=90)
+def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(fork_at_start: Path) -> None:
+    for name, example in EXAMPLES.items():
+        if name not in ALONE:
+            example.follow(fork_at_start)
+    run_in(fork_at_start, sys.executable, "scripts/schema.py")
+    # The environment of this test run; nothing is installed.
+    installed = [word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")]
+    run_in(fork_at_start, "make", "lint", "test", f"VENV={sys.prefix}", *installed)
