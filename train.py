@@ -38,6 +38,12 @@ def main() -> int:
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
+    # Outside a run, which reports its errors itself: a full disk, or a deleted sweep folder.
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"train.py: {mask(str(error))}", file=sys.stderr)
+        return 1
     # Reached only outside a run, because a run handles signals itself.
     except KeyboardInterrupt as interrupt:
         number = _signal_of(interrupt)

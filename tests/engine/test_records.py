@@ -28,6 +28,7 @@ from src.engine.record.code_diff import CODE_DIFF, write_code_diff
 from src.engine.record.jobs import read_jobs
 from src.engine.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
 from src.schema import Config
+from train import main
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
@@ -190,6 +191,20 @@ def test_record_file_keeps_its_old_content_when_a_write_fails(
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
     write(path, "second")
     assert path.read_text() != before
+
+
+def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(sys, "argv", ["train.py", "print_config=false", f"hydra.run.dir={tmp_path / 'run'}"])
+    assert main() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"train.py: [Errno {errno.ENOSPC}] No space left on device: '{tmp_path}/run/.hydra/config.yaml'"
+    ]
 
 
 def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(

@@ -69,6 +69,11 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)  # else a power failure may undo the rename
+    except OSError as error:
+        # The error of an open file, such as a full disk, has no name. One without a number is a message of its own.
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
