@@ -247,6 +247,16 @@ def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flow
         check_data(config)
 
 
+@pytest.mark.parametrize("spelling", ["{}", "./{}", "daisy/../{}"])
+def test_run_with_a_file_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path, spelling: str) -> None:
+    rows = rows_of(flowers, split=lambda number: ("train", "val")[number % 2])
+    copies = [{**row, "file": spelling.format(row["file"]), "split": "val"} for row in rows if row["split"] == "train"]
+    config = Config(data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows + copies[:3]))))
+    check_data(config, evaluated="val")
+    with pytest.raises(ValueError, match="3 files would be in two splits"):
+        check_data(config)
+
+
 def test_folds_written_as_floats_by_pandas_are_read_as_integers(flowers: Path) -> None:
     rows = rows_of(flowers, fold=lambda number: float(number % 11))
     path = write_csv(flowers / "float_folds.csv", rows)

@@ -6,7 +6,7 @@ import csv
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,14 +171,14 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
             )
 
 
-def split_groups(divided: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    """Return the groups of which images are in two splits or more: name -> a row for each of its splits."""
-    groups: dict[str, dict[str, Row]] = {}
+def _in_two_splits(divided: dict[str, list[Row]], name_of: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Return the names of rows that are in two splits or more: name -> a row for each of its splits."""
+    by_name: dict[str, dict[str, Row]] = {}
     for split, rows in divided.items():
         for row in rows:
-            if row.group:
-                groups.setdefault(row.group, {}).setdefault(split, row)
-    return {name: list(by_split.values()) for name, by_split in groups.items() if len(by_split) > 1}
+            if name := name_of(row):
+                by_name.setdefault(name, {}).setdefault(split, row)
+    return {name: list(by_split.values()) for name, by_split in by_name.items() if len(by_split) > 1}
 
 
 def count_training(data: DataConfig) -> int:
@@ -195,7 +195,8 @@ def groups_of(data: DataConfig, multilabel: bool) -> dict[str, str]:
 def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) -> None:
     """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label exists.
 
-    `is_trained`: also raise it for labels that mean several, groups in two splits, and labels that only val or test has.
+    `is_trained`: also raise it for labels that mean several, files and groups in two splits, and labels that only val or
+    test has.
     """
     path = csv_file(data)
     rows = read_rows(path, multilabel)
@@ -204,6 +205,7 @@ def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) ->
     if is_trained:
         if not multilabel:
             _check_combinations(rows, path)
+        _check_files(divided, path)
         _check_groups(divided, path)
         _check_known_labels(rows, path, data.fold)
     for row in {tuple(row.labels): row for row in reversed(rows)}.values():
@@ -211,15 +213,27 @@ def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) ->
             raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
 
 
+def _check_files(divided: dict[str, list[Row]], path: Path) -> None:
+    if leaking := _in_two_splits(divided, lambda row: os.path.abspath(row.file)):
+        rows = next(iter(leaking.values()))
+        raise ValueError(
+            f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. {rows[0].file} "
+            f"({_lines(rows)}); remove all lines but one of each"
+        )
+
+
 def _check_groups(divided: dict[str, list[Row]], path: Path) -> None:
-    if leaking := split_groups(divided):
+    if leaking := _in_two_splits(divided, lambda row: row.group):
         group, rows = next(iter(leaking.items()))
-        places = " and ".join(f"line {row.line}" for row in rows)
         total = len({row.group for of_split in divided.values() for row in of_split if row.group})
         raise ValueError(
             f"data.root={path}: {len(leaking)} of {plural(total, 'group')} would be in two splits, e.g. {group} "
-            f"({places}); give all lines of a group the same split or fold"
+            f"({_lines(rows)}); give all lines of a group the same split or fold"
         )
+
+
+def _lines(rows: list[Row]) -> str:
+    return " and ".join(f"line {row.line}" for row in rows)
 
 
 def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
