@@ -56,7 +56,7 @@ ELSEWHERE = {
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
     r"python tests/engine/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
     r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
-    r"make fork ": "test_make_fork_replaces_every_occurrence_of_the_template_name",
+    r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"make update": "test_update_replaces_the_engine_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
@@ -117,7 +117,7 @@ ELSEWHERE = {
     r"torchrun (--nnodes|…)": "test_run_on_two_nodes_without_shared_disk_matches_one_machine",
 }
 NOT_RUN = {
-    r"make (check|test|test-fast|test-all)$": "runs the test suite itself",
+    r"make (check|test|test-fast|test-all|test-nightly)$": "runs the test suite itself",
     r"(make (lock|gpu-wheels)|pip install|source)": "downloads gigabytes of packages, for minutes",
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",
