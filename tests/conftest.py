@@ -111,13 +111,6 @@ def _no_child(*arguments: object, **options: object) -> None:
     raise AssertionError(f"a refused command started a process: {arguments}")
 
 
-@pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the plots of reports, which take most of their time."""
-    monkeypatch.setattr("src.engine.report.plots.draw", lambda group: [])
-    monkeypatch.setattr("src.engine.report.report.draw_settings", lambda group: [])
-
-
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
     """Start runs like `train`, for results that several tests of a module read."""

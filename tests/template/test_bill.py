@@ -399,26 +399,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def words_for(name: str, npz: Path) -> list[str]:
     """Return the words of an example's last training command, for three steps of one device."""
-    line = [line for line in EXAMPLES[name].commands if line.startswith("python train.py") and "resume=" not in line][
-        -1
-    ]
+    trainings = [line for line in EXAMPLES[name].commands if line.startswith("python train.py")]
+    line = [line for line in trainings if "resume=" not in line][-1]
     given = shlex.split(line.replace("/data/medmnist.npz", str(npz)))[2:]
     given = [word for word in given if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))]
     small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(name, ("model=tiny",))
     parallel = "local_sgd" if name == "A strategy" else "single"
-    words = [
-        *SMALL,
-        *small,
-        *given,
-        f"parallel={parallel}",
-        "parallel.devices=1",
-        "parallel.accelerator=cpu",
-        "data.workers=0",
-    ]
+    devices = (f"parallel={parallel}", "parallel.devices=1", "parallel.accelerator=cpu", "data.workers=0")
+    words = [*SMALL, *small, *given, *devices]
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize("which", [None, *ALONE])
 def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
