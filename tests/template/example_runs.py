@@ -69,7 +69,7 @@ def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
         predict.main, [f"run={folder}", f"images={images}", f"output={output}", "workers=0"]
     )
     assert predicted == 0, out_of_predict
-    train_with(f"resume={folder}", "train.max_steps=5", "train.epochs=9")
+    train_with(f"resume={folder}", "train.max_steps=null", "train.epochs=2")
     return {
         "name": name,
         "steps": [first["steps"], result_of(folder)["steps"]],

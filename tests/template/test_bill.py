@@ -424,12 +424,13 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
     script = Path(__file__).with_name("example_runs.py")
     command = [sys.executable, str(script), jobs, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["name"] for run in runs] == names
     for run in runs:
-        assert run["steps"] == [3, 5], run["name"]
+        first, resumed = run["steps"]
+        assert first == 3 < resumed, run["name"]
         assert run["evaluated"]["loss"] == pytest.approx(run["trained"]["loss"], rel=1e-5), run["name"]
         assert all(len(image["classes"]) == len(image["probabilities"]) >= 1 for image in run["predicted"])
         assert len(run["predicted"]) == 2, run["name"]
