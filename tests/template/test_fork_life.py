@@ -1,7 +1,7 @@
 """The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks stay green.
 
-Sampled: an example alone gets `ruff` and the tests of QUICK, because only these and slower tests read what examples change;
-all examples together get `make lint test`, which is the fork's whole own suite.
+Sampled: an example alone gets `ruff` and the quick tests of what it changes (QUICK); all examples together get
+`make lint test`, which runs the fork's whole own suite.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
     pytest.mark.processes,
 ]
-# They check conf/, the schema, the optimizer and the schedule, and start no processes.
-QUICK = tuple(f"tests/test_{name}.py" for name in ("schema_json", "optim", "freeze", "ema"))
-# Regression replaces accuracy, which the default of checkpoint.metric names, so a fork would give another default.
-OF_REGRESSION = ("tests/test_schema_json.py", "tests/test_ema.py")
+# Example -> files of tests, besides that of conf/ and the schema, which start no processes here. Not Regression: it replaces
+# accuracy, which the default of checkpoint.metric and the tests of the step name.
+QUICK = {
+    "A training metric": ("step",),
+    "An auxiliary loss": ("step",),
+    "A parameter-group rule": ("optim",),
+    "A schedule": ("optim",),
+    "LoRA": ("freeze",),
+}
 
 
 def run_in(folder: Path, *command: str) -> None:
@@ -72,9 +77,9 @@ def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(name: str, for
         run_in(fork_at_start, sys.executable, "scripts/schema.py")
     run_in(fork_at_start, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
     run_in(fork_at_start, sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".")
-    files = OF_REGRESSION if name == "Regression" else QUICK
+    files = [f"tests/test_{file}.py" for file in ("schema_json", *QUICK.get(name, ()))]
     options = ("-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not processes and not gpu")
-    options += ("-k", "not every_timm_optimizer")
+    options += ("-k", "not every_timm_optimizer and not ddp")
     run_in(fork_at_start, sys.executable, "-m", "pytest", *options, *files)
 
 
