@@ -41,7 +41,7 @@ class Wandb(Tracker):
         self._run = self._wandb.init(
             project=options.project or self.config.task_name,
             entity=options.entity,
-            mode=options.mode,
+            mode=options.mode,  # type: ignore[arg-type]
             id=self.run_id(lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             name=self.name,
