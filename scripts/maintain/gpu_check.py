@@ -30,7 +30,7 @@ from src.engine.machine.process import terminate_descendants
 # For the parts of one GPU, without FULL=1.
 SECONDS = 520.0
 # Time that a simulated device may take, times that of a real one.
-SLOWER = 5
+SLOWER = 20
 NOT_SEEN = (
     "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, checkpoints on other devices, "
     "faults, NCCL"
