@@ -13,7 +13,7 @@ import pytest
 
 from report_sweeps import Sweep, full_sweep, read
 from src.engine.analysis.scales import level_scale, proportion_scale
-from src.engine.analysis.selection import corrected_value
+from src.engine.analysis.selection import corrected_values
 from src.engine.analysis.settings import check_baseline
 from src.engine.analysis.statistics import INCONCLUSIVE, NOT_SUPPORTED, SUPPORTED, decide, estimate
 from src.engine.sweep.headline import show_headline
@@ -101,9 +101,13 @@ def test_report_recommends_the_best_learning_rate_with_accuracy_difference_and_c
     assert contrast["difference"] == pytest.approx(0.1, abs=0.01)
     assert contrast["low"] < contrast["difference"] < contrast["high"] and contrast["verdict"] == SUPPORTED
     first = "optim.lr=0.003 is better than optim.lr=0.001: val/acc is "
-    points = f"{100 * contrast['difference']:.1f} points higher (95 % interval {100 * contrast['low']:.1f} to "
+    points = f"{100 * lead['difference']:.1f} points higher (95 % interval {100 * contrast['low']:.1f} to "
     assert lead["sentence"].startswith(first + points)
-    assert f"Expect {100 * lead['value']:.1f} %, corrected for choosing among 3 settings" in lead["sentence"]
+    low, high = lead["value_interval"]
+    ends = f"(95 % interval {100 * low:.1f} % to {100 * high:.1f} %)"
+    assert low < lead["value"] < high
+    assert f"Expect {100 * lead['value']:.1f} % {ends}, corrected for choosing among 3 settings" in lead["sentence"]
+    assert [setting["may_be_best"] for setting in plain["settings"][0]["settings"]] == [False, True, False]
     assert first in html and "optim.lr=0.003 is better" in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
@@ -203,8 +207,9 @@ def test_report_treats_swept_seeds_and_folds_as_repeats_of_one_setting(tmp_path:
             add(sweep, [f"seed={seed}", f"data.fold={fold}"], config, val={"acc": 0.8 + 0.01 * seed + 0.02 * fold})
     plain = read(sweep.write())[2]
     [group] = plain["settings"]
-    assert (group["blocks"], group["unit_of_repeats"], len(group["settings"])) == (6, "fold", 1)
-    assert plain["lead"]["value"] == pytest.approx(0.82) and "(95 % interval 8" in plain["lead"]["sentence"]
+    assert (group["blocks"], group["unit_of_repeats"], len(group["settings"])) == (2, "fold", 1)
+    assert group["settings"][0]["values"] == pytest.approx([0.81, 0.83]), "seeds of one fold share its images"
+    assert plain["lead"]["value"] == pytest.approx(0.82)
 
 
 def test_report_intervals_are_unchanged_when_runs_with_equal_seeds_are_given_twice(tmp_path: Path) -> None:
@@ -224,13 +229,123 @@ def test_report_does_not_compare_settings_trained_on_different_images(tmp_path: 
     assert [(group["group"], len(group["settings"])) for group in groups] == [("data unknown", 3), ("data other", 1)]
 
 
-def test_report_warns_that_a_setting_with_a_failed_run_may_look_too_good(tmp_path: Path) -> None:
+def lose(sweep: Sweep, status: str, *jobs: int) -> None:
+    """Give finished jobs of a sweep another status."""
+    for job in jobs:
+        path = sweep.folder / str(job) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
+
+
+def test_report_table_has_the_number_of_lost_runs_of_each_setting(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
-    path = sweep.folder / "2" / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "not_finite"}))
+    lose(sweep, "failed", 2)
     html, _, plain = read(sweep.write())
-    assert [row["seeds"] for row in plain["table"]] == ["4", "4", "3"]
+    assert [(row["seeds"], row["runs lost"]) for row in plain["table"]] == [("4", "—"), ("4", "—"), ("3", "1 of 4")]
+    assert [setting["lost"] for setting in plain["settings"][0]["settings"]] == [[], [], ["2"]]
     assert "may be too good" in html
+
+
+@pytest.mark.parametrize("status", ["not_finite", "out_of_memory"])
+def test_report_never_recommends_a_setting_whose_own_values_ended_runs(tmp_path: Path, status: str) -> None:
+    """The best setting survives in one of four seeds."""
+    sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.72, "0.01": 0.95})
+    lose(sweep, status, 2, 5, 8)
+    plain = read(sweep.write())[2]
+    assert plain["lead"]["point"] != "optim.lr=0.01" and "optim.lr=0.01 is better" not in plain["lead"]["sentence"]
+    assert compared(plain)["optim.lr=0.01"]["verdict"] != SUPPORTED
+    assert any("optim.lr=0.01 (3 of 4 runs" in note for note in plain["lead"]["notes"])
+
+
+def test_report_names_a_setting_that_lost_a_run_together_with_this_fact(tmp_path: Path) -> None:
+    """A failure says nothing about the setting, so the interval allows for any value of the lost run."""
+    whole = read(sweep_over_rates(tmp_path / "whole", {"0.001": 0.70, "0.003": 0.95}).write())[2]["lead"]
+    sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.95})
+    lose(sweep, "failed", 1)
+    lead = read(sweep.write())[2]["lead"]
+    assert lead["sentence"].startswith("optim.lr=0.003 (1 of 4 runs failed) is better than optim.lr=0.001")
+    assert lead["contrast"]["n"] == 3 and "from 3 seeds" in lead["sentence"]
+    assert lead["contrast"]["low"] < whole["contrast"]["low"] - 0.05
+
+
+def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs_failed(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    lose(sweep, "failed", 0, 3, 6, 9)
+    plain = read(sweep.write())[2]
+    [group] = plain["settings"]
+    assert (group["baseline"], len(group["settings"])) == ("optim.lr=0.003", 3)
+    assert group["settings"][0] | {"mean": None, "values": []} == group["settings"][0]
+    assert "optim.lr=0.001" in plain["lead"]["notes"][0] and "among 3 settings" in plain["lead"]["sentence"]
+
+
+def test_report_keeps_the_swept_key_when_all_other_settings_diverged(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    lose(sweep, "not_finite", *(job for job in range(12) if job % 3))
+    html, _, plain = read(sweep.write())
+    assert plain["lead"]["sentence"].startswith("optim.lr=0.001 reaches val/acc") and "Sweep over optim.lr" in html
+    assert [row["runs lost"] for row in plain["table"]] == ["—", "4 of 4", "4 of 4"]
+
+
+def test_report_names_a_diverged_run_and_still_decides_between_the_other_settings(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.40, "0.003": 0.30, "0.01": 0.41}, metric="val/loss", seeds=5)
+    path = sweep.folder / "5" / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"val": {"loss": 2.3}}))
+    lead = read(sweep.write())[2]["lead"]
+    assert lead["point"] == "optim.lr=0.003"
+    assert any("5 (optim.lr=0.01): 2.30" in note for note in lead["notes"])
+
+
+def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> None:
+    lead = read(sweep_over_rates(tmp_path / "s", {"0.001": 0.95, "0.003": 0.80, "0.01": 0.85}).write())[2]["lead"]
+    assert lead["point"] == "optim.lr=0.001" and lead["command"] == "python train.py optim.lr=0.001"
+    assert (lead["contrast"]["a"], lead["contrast"]["high"] < 0) == ("optim.lr=0.01", True)
+    assert lead["sentence"].startswith("optim.lr=0.001, the baseline, is shown to be the best of 3 settings")
+
+
+@pytest.mark.parametrize(("images", "verdict"), [(270, INCONCLUSIVE), (10_000, SUPPORTED)])
+def test_report_states_no_accuracy_difference_below_one_image(tmp_path: Path, images: int, verdict: str) -> None:
+    """The difference is 0.3 points in each of five seeds; one of 270 images is 0.37."""
+    sweep = Sweep(tmp_path / "s")
+    for seed in range(5):
+        for lr, mean in ((0.1, 0.99), (0.2, 0.993)):
+            value = {"acc": mean - 0.0005 * seed, "samples": images}
+            add(
+                sweep,
+                [f"optim.lr={lr}"],
+                {"optim": {"lr": lr}, "seed": seed, "checkpoint": {"metric": "val/acc"}},
+                val=value,
+            )
+    [contrast] = compared(read(sweep.write())[2]).values()
+    assert contrast["verdict"] == verdict
+    assert contrast["high"] - contrast["low"] >= 2 / images - 1e-9
+
+
+def test_report_compares_settings_of_a_stopped_sweep_with_one_finished_job_by_the_metric(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    for job in sweep.jobs[1:]:
+        (sweep.folder / job["folder"] / "result.json").unlink()
+        job["status"] = "waiting"
+    plain = read(sweep.write("interrupted"))[2]
+    assert plain["question"] == "metric" and plain["settings"][0]["keys"] == ["optim.lr"]
+    assert len(plain["notes"]) == 1 and "11 of 12 jobs" in plain["notes"][0]
+
+
+def test_report_does_not_compare_a_run_whose_seed_was_edited_in_jobs_json(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    for job in sweep.jobs:
+        job["seed"] = job["block"]
+    sweep.jobs[4]["seed"] = 99
+    plain = read(sweep.write())[2]
+    assert [run["run"] for run in plain["runs"] if not run["compared"]] == ["4"]
+    assert len(plain["notes"]) == 1 and plain["notes"][0].endswith("config.yaml: 4.")
+
+
+def test_report_counts_two_states_of_uncommitted_changes_as_two_codes(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s", environment={"dirty": True})
+    for job in range(12):
+        (sweep.folder / str(job) / "code.diff").write_text("+ one" if job < 9 else "+ two")
+    plain = read(sweep.write())[2]
+    assert [group["blocks"] for group in plain["settings"]] == [3, 1]
+    assert len(plain["notes"]) == 1 and plain["notes"][0].startswith("The code changed during the sweep")
 
 
 @pytest.mark.parametrize(
@@ -366,5 +481,5 @@ def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_
 def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_other_seeds() -> None:
     rows = [("a", 0, 0.9), ("b", 0, 0.5), ("a", 1, 0.4), ("b", 1, 0.6), ("a", 2, 0.5), ("b", 2, 0.7)]
     # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without 2, a scores 0.5.
-    assert corrected_value(rows, proportion_scale()) == pytest.approx((0.5 + 0.4 + 0.5) / 3)
-    assert corrected_value(rows[:2], proportion_scale()) is None
+    assert corrected_values(rows, proportion_scale()) == {0: 0.5, 1: 0.4, 2: 0.5}
+    assert corrected_values(rows[:2], proportion_scale()) == {}

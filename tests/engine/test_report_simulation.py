@@ -1,14 +1,12 @@
-"""Error rate and power of the report's decisions on sweeps with known speeds, and on sweeps over settings.
+"""Error rate and power of the report's decisions on sweeps with known speeds. Settings: scripts/maintain/simulate_sweeps.py.
 
-`python tests/engine/test_report_simulation.py` prints the tables of docs/report.md.
+`python tests/engine/test_report_simulation.py` prints the table of docs/report.md.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +14,7 @@ import numpy as np
 import pytest
 
 from report_sweeps import Sweep, read
-from src.engine.analysis.runs import RunRecord
-from src.engine.analysis.selection import best, choose
-from src.engine.analysis.setting_lead import recommend_setting
-from src.engine.analysis.settings import setting_groups
+from src.engine.analysis.selection import choose
 from src.engine.analysis.statistics import SUPPORTED, decide, estimate
 
 Row = tuple[str, object, float]
@@ -97,85 +92,6 @@ def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
     return wrong / sweeps
 
 
-# Sweeps over ten settings with five seeds: the true advantage of each setting over the first, in standard errors of a
-# setting's mean. What runs with the same seed share cancels in a comparison, and is not part of the error.
-SETTINGS, SEEDS = 10, 5
-TRUTHS = {
-    "all equal": [0.0] * SETTINGS,
-    "one better by 1": [0.0] * 5 + [1.0] + [0.0] * 4,
-    "one better by 3": [0.0] * 5 + [3.0] + [0.0] * 4,
-    "a slope": [place / 2 for place in range(SETTINGS)],
-}
-ACCURACY, SEED_NOISE, RUN_NOISE = 0.7, 0.005, 0.01
-STANDARD_ERROR = RUN_NOISE / math.sqrt(SEEDS)
-
-
-@dataclass(frozen=True)
-class Answers:
-    named: float  # share of sweeps whose first sentence names a better setting
-    stated: float  # mean of (stated value - true value of the best setting), in standard errors
-    naive: float  # the same for the plain mean of the best setting
-    stated_if_named: float  # `stated` in the sweeps that name a setting; NaN if none does
-
-
-@cache
-def answers(truth: str, sweeps: int = SWEEPS) -> Answers:
-    """Return the answers of reports on simulated sweeps over settings, from run records to the first sentence."""
-    draw = np.random.default_rng([4, list(TRUTHS).index(truth)])
-    named, stated, naive, luck = [], [], [], []
-    truly_best = max(range(SETTINGS), key=TRUTHS[truth].__getitem__)
-    for _ in range(sweeps):
-        [group] = setting_groups(runs_of(TRUTHS[truth], draw))
-        lead, chosen = recommend_setting(group), best(group.rows, group.scale)
-        assert lead.value is not None and chosen is not None
-        true = ACCURACY + TRUTHS[truth][int(chosen.partition("=")[2])] * STANDARD_ERROR
-        named.append(lead.point is not None)
-        stated.append((lead.value - true) / STANDARD_ERROR)
-        naive.append((group.named(chosen).mean - true) / STANDARD_ERROR)
-        at_best = group.named(f"optim.lr={truly_best}").mean - ACCURACY
-        luck.append(at_best / STANDARD_ERROR - TRUTHS[truth][truly_best])
-    if_named = [value for value, is_named in zip(stated, named, strict=True) if is_named]
-    # The luck of one fixed setting has mean 0. Without it, the means of as many sweeps are more exact.
-    exact = [float(np.mean(np.subtract(values, luck))) for values in (stated, naive)]
-    return Answers(float(np.mean(named)), *exact, float(np.mean(if_named)) if if_named else math.nan)
-
-
-def runs_of(advantages: list[float], draw: np.random.Generator) -> list[RunRecord]:
-    """Return the runs of a sweep: one per setting and seed, with noise that a seed shares and noise of each run."""
-    runs = []
-    of_seeds = draw.standard_normal(SEEDS) * SEED_NOISE
-    # Centered, so that the seeds' common luck does not blur the distance from the true value.
-    for seed, shared in enumerate(of_seeds - of_seeds.mean()):
-        for place, advantage in enumerate(advantages):
-            value = ACCURACY + advantage * STANDARD_ERROR + shared + draw.standard_normal() * RUN_NOISE
-            config = {"optim.lr": place, "seed": seed, "checkpoint.metric": "val/acc"}
-            folder, given = Path(str(place)), (f"optim.lr={place}",)
-            result = {"val.acc": value}
-            runs.append(
-                RunRecord(str(place), folder, "done", block=seed, overrides=given, result=result, config=config)
-            )
-    return runs
-
-
-def test_report_names_a_better_setting_in_at_most_5_of_100_sweeps_over_equal_settings() -> None:
-    assert answers("all equal", 100).named <= 0.05
-
-
-@pytest.mark.parametrize("truth", ["all equal", "a slope"])
-def test_report_estimates_accuracy_of_chosen_setting_without_selection_bias(truth: str) -> None:
-    found = answers(truth, 100)
-    assert abs(found.stated) <= 0.2 < found.naive
-
-
-@pytest.mark.nightly
-@pytest.mark.slow  # 90 s
-@pytest.mark.parametrize("truth", TRUTHS)
-def test_report_estimates_accuracy_of_chosen_setting_without_bias_in_full_simulation(truth: str) -> None:
-    found = answers(truth)
-    assert abs(found.stated) <= 0.2 < found.naive
-    assert truth != "all equal" or found.named <= 0.05
-
-
 @pytest.mark.parametrize("points", [THREE, SEVEN], ids=["3 points", "7 points"])
 def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation(points: tuple[Key, ...]) -> None:
     assert stated_wrongly(points, 5, DRIFT, 200) <= 0.1
@@ -247,12 +163,3 @@ if __name__ == "__main__":
                 cells.append(" / ".join(f"{100 * measure(points, blocks, drift):.1f}" for drift in (0.0, DRIFT)))
         cells.append(" / ".join(f"{100 * badly_led(blocks, drift):.1f}" for drift in (0.0, DRIFT)))
         print(f"| {blocks} | " + " | ".join(cells) + " |", flush=True)
-    print(
-        "\n| truth | names a better setting, % | stated value | plain mean | stated value if named |\n|---|---:|---:|---:|---:|"
-    )
-    for truth in TRUTHS:
-        a = answers(truth)
-        print(
-            f"| {truth} | {100 * a.named:.1f} | {a.stated:+.2f} | {a.naive:+.2f} | {a.stated_if_named:+.2f} |",
-            flush=True,
-        )

@@ -30,6 +30,9 @@ class Recommendation:
     point: str | None = None  # label of the recommended configuration
     contrast: Contrast | None = None
     value: float | None = None  # of the headline metric, corrected for the choice; None on a page about speed
+    value_interval: tuple[float, float] | None = None  # of 95 %
+    difference: float | None = None  # of `contrast`, corrected for the choice
+    notes: tuple[str, ...] = ()  # what a reader must know to rely on the sentence, a sentence each
 
 
 def command(run: RunRecord) -> str:

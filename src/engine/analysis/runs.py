@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from src.engine.machine.text import as_number, plural
+from src.engine.record.jobs import FAILED
 from src.schema import CheckpointConfig
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
@@ -45,6 +48,8 @@ class RunRecord:
     overrides: tuple[str, ...] = ()
     model_option: str = ""  # the file of conf/model; empty if Hydra did not record it
     is_trial: bool = False  # of a search
+    seed: int | None = None  # according to jobs.json; None for a run outside a sweep
+    changes: str = ""  # hash of code.diff, the uncommitted changes; empty without this file
     result: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -86,11 +91,11 @@ class RunRecord:
         versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
         return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
-    @property
+    @cached_property
     def commit(self) -> str:
-        """Commit of the code, e.g. `0123abc` or `0123abc with changes`."""
+        """Commit of the code, e.g. `0123abc` or `0123abc with changes 4f2a`; other uncommitted changes are other code."""
         commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
-        return f"{commit} with changes" if commit and self.environment.get("dirty") else commit
+        return f"{commit} with changes {self.changes}".rstrip() if commit and self.environment.get("dirty") else commit
 
     @property
     def data(self) -> str:
@@ -106,7 +111,7 @@ class RunRecord:
         """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing about GPUs."""
         return self.strategy == "dp" and self.accelerator == "cpu"
 
-    @property
+    @cached_property
     def doubt(self) -> str:
         """Return the reason not to compare this finished run; empty if it can be compared."""
         requested, world, devices = self.result.get("devices"), self.integer("world_size"), self.integer("devices")
@@ -115,7 +120,14 @@ class RunRecord:
         # On several nodes, the world size is a multiple of the devices.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
+        if self.is_edited:
+            return f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
         return ""
+
+    @property
+    def is_edited(self) -> bool:
+        """True if jobs.json has another seed than the config that the job was started with."""
+        return self.seed is not None and self.config.get("seed", self.seed) != self.seed
 
     @property
     def comparable(self) -> bool:
@@ -152,12 +164,12 @@ class RunRecord:
         middle = median(times.values()) if times else 0
         return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 
-    @property
+    @cached_property
     def is_of_tuning(self) -> bool:
         """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their speed."""
         return bool(self.config.get("sweep.tune")) and self.is_benchmark
 
-    @property
+    @cached_property
     def metric(self) -> str:
         """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else `checkpoint.metric`."""
         if self.is_of_tuning:
@@ -166,13 +178,13 @@ class RunRecord:
         best = f"{metric.removesuffix('_ema')}_best"
         return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
 
-    @property
+    @cached_property
     def is_benchmark(self) -> bool:
         """True if the run measures speed in a few steps: `train.max_steps` is set, and `sweep.timed` or no evaluation."""
         is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
         return bool(is_timed) and self.config.get("train.max_steps") is not None
 
-    @property
+    @cached_property
     def metric_value(self) -> float | None:
         """Value of the headline metric; None for a benchmark of a few steps, unless the metric is its speed."""
         if self.is_of_tuning:
@@ -180,6 +192,21 @@ class RunRecord:
         if not self.config or self.is_benchmark:
             return None
         return self.number(self.metric.replace("/", "."))
+
+    @cached_property
+    def is_lost(self) -> bool:
+        """True if the run has ended without a value of the metric: it failed, or the value is not finite."""
+        return self.status in FAILED or self._has_no_finite_value
+
+    @property
+    def lost_by_settings(self) -> bool:
+        """True if the run is lost because of its settings: not finite, or out of memory."""
+        return self.status in FAILED[1:] or self._has_no_finite_value
+
+    @property
+    def _has_no_finite_value(self) -> bool:
+        value = self.result.get(self.metric.replace("/", "."))
+        return self.comparable and isinstance(value, float) and not math.isfinite(value)
 
     @property
     def memory(self) -> list[dict[str, Any]]:

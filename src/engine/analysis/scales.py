@@ -38,6 +38,11 @@ class Scale:
         """Convert `shift`, a difference of logarithms or such, to a ratio, or to a difference in the unit of the measure."""
         return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
 
+    def step(self, value: float, size: float) -> float:
+        """Return the difference of transformed values, as a positive number, of a change of `value` by `size`."""
+        shifts = (abs(self.to(value + change) - self.to(value)) for change in (size, -size))
+        return next((shift for shift in shifts if math.isfinite(shift)), 0.0)
+
     def smallest_shift(self, level: float, share: float) -> float:
         """Return the difference of transformed values, as a positive number, that is an improvement by `share`.
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from src.engine.analysis.scales import Scale
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, Row, decide, estimate
+from src.engine.analysis.statistics import (
+    LEVEL,
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    Estimate,
+    Row,
+    decide,
+    estimate,
+)
 
 
 def choose(
@@ -37,22 +46,40 @@ def choose(
 def best(rows: Iterable[Row], scale: Scale) -> str | None:
     """Return the configuration with the best mean, adjusted for differences between repeats; None without rows."""
     rows = list(rows)
+    values: dict[str, dict[object, float]] = {}
+    for name, block, value in rows:
+        values.setdefault(name, {})[block] = scale.sign * scale.to(value)
+    names = list(values)
+    if all(of.keys() == values[names[0]].keys() for of in values.values()):
+        return max(names, key=lambda name: sum(values[name].values()), default=None)
     # Configurations that share no repeat with the first one cannot be compared, and are left out.
-    names = list(dict.fromkeys(name for name, *_ in rows))
     estimates = estimate(rows, [(name, names[0]) for name in names], scale)
     known = {e.a: e.better for e in estimates if e.difference is not None}
     return max(known, key=lambda name: known[name], default=None)
 
 
-def corrected_value(rows: Iterable[Row], scale: Scale) -> float | None:
-    """Estimate the value of the best configuration in new runs, by leave-one-out over the repeats; None with one repeat."""
+def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
+    """Return by repeat the value of the configuration that is best on all other repeats; empty with one repeat.
+
+    Their mean estimates the value of the best configuration in new runs. The mean over the repeats that made the choice is
+    too good, because chance helped (Stone, 1974).
+    """
     rows = list(rows)
-    # The mean over the repeats that made the choice is too good, because chance helped. So choose on all other repeats and
-    # score on this one (Stone, 1974).
-    scores = []
+    scores = {}
     for block in dict.fromkeys(block for _, block, _ in rows):
         here = {name: value for name, of, value in rows if of == block}
         chosen = best([row for row in rows if row[1] != block and row[0] in here], scale)
         if chosen is not None:
-            scores.append(here[chosen])
-    return sum(scores) / len(scores) if scores else None
+            scores[block] = here[chosen]
+    return scores
+
+
+def may_be_best(estimates: Sequence[Estimate]) -> set[str]:
+    """Return the configurations that may be the best, given `estimates` of the one with the best mean over each other one.
+
+    Leaves out those that are shown to be worse, with Bonferroni's correction for their number: subset selection (Gupta,
+    1965), which Hsu (1984) bases on multiple comparisons with the best. The truly best one stays in 97.5 of 100 cases. The
+    tests are one-sided at half the level, so that they agree with the two-sided ones against the baseline.
+    """
+    worse = {e.b for e in estimates if e.freedom and e.is_shown_better(LEVEL / 2 / len(estimates))}
+    return {name for e in estimates for name in (e.a, e.b)} - worse

@@ -2,71 +2,211 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
 from src.engine.analysis.recommendation import Recommendation, command
-from src.engine.analysis.selection import best, corrected_value
+from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.selection import corrected_values
 from src.engine.analysis.settings import Setting, SettingGroup
-from src.engine.analysis.statistics import INCONCLUSIVE, SUPPORTED, mean_interval
-from src.engine.analysis.wording import difference_text, size_text, value_text
+from src.engine.analysis.statistics import INCONCLUSIVE, SUPPORTED, Contrast, mean_interval
+from src.engine.analysis.wording import difference_text, join_short, range_text, size_text, value_text
 from src.engine.machine.text import plural
+
+FAR = 8.0  # standard deviations from the median of its setting at which a run is named
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Value of the best setting in new runs, with its 95 % interval, and its difference from the baseline."""
+
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+    difference: float | None = None
 
 
 def recommend_setting(group: SettingGroup) -> Recommendation:
     """Recommend the best setting that is shown to be better than the baseline; if none, state the detectable difference."""
-    if len(group.settings) == 1:
-        return _only_setting(group)
-    baseline, repeats = group.baseline, plural(group.blocks, group.unit_of_repeats)
-    label = best(group.rows, group.scale)
-    highest = group.named(label) if label else baseline
-    value = corrected_value(group.rows, group.scale)
-    shown = [contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED]
-    if not shown:
-        sentence = f"No setting is shown to be better than {baseline.label}"
-        detectable = [contrast.detectable for contrast in group.contrasts if contrast.detectable is not None]
-        if not detectable:
-            word = "lowest" if group.scale.lower_is_better else "highest"
-            few = f"with {repeats}" if group.blocks == 1 else f"with settings that share no {group.unit_of_repeats}s"
-            sentence += (
-                f": {few}, no difference can be told from chance. The {word} {group.metric} is that of "
-                f"{highest.label}, {value_text(group.scale, highest.mean)}. Use sweep.repeats=5 for an answer."
-            )
-            return Recommendation(group, sentence)
-        sentence += f"; this sweep could detect a difference of {size_text(group.scale, max(detectable))}."
-        return Recommendation(group, f"{sentence} {_best_mean(group, highest, value)}", value=value)
-    # With equal numbers of runs, this is the setting with the best mean.
-    contrast = max(shown, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
+    if len(group.alive) == 1:
+        lead = _only_setting(group)
+    else:
+        shown = [c for c in group.contrasts if c.verdict == SUPPORTED]
+        if shown:
+            # With equal numbers of runs, this is the setting with the best mean.
+            lead = _better(group, max(shown, key=lambda contrast: group.scale.sign * (contrast.effect or 0)))
+        elif group.may_be_best == {group.baseline.label} and any(c.low is not None for c in group.contrasts):
+            lead = _best_baseline(group)
+        else:
+            lead = _none_better(group)
+    return replace(lead, notes=tuple(_notes(group)))
+
+
+def _better(group: SettingGroup, contrast: Contrast) -> Recommendation:
     winner = group.named(contrast.a)
+    expected = _expected(group, winner)
     sentence = (
-        f"{winner.label} is better than {baseline.label}: {group.metric} is {difference_text(contrast)}, from {repeats}. "
-        f"{_correction(group, winner, value)}"
+        f"{_name(winner)} is better than {_name(group.baseline)}: {group.metric} is "
+        f"{difference_text(contrast, expected.difference)}, from {plural(contrast.n, group.unit_of_repeats)}. "
+        f"{_value(group, winner, expected)}{_rivals(group, winner)}"
     )
-    return Recommendation(group, sentence, command(winner.runs[0]), winner.label, contrast, value)
+    return _recommendation(group, sentence, winner, contrast, expected)
+
+
+def _best_baseline(group: SettingGroup) -> Recommendation:
+    baseline = group.baseline
+    expected = _expected(group, baseline)
+    contrast = max(group.contrasts, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
+    sentence = (
+        f"{_name(baseline)}, the baseline, is shown to be the best of {len(group.alive)} settings: {group.metric} of the "
+        f"next, {_name(group.named(contrast.a))}, is {difference_text(contrast)}, from "
+        f"{plural(contrast.n, group.unit_of_repeats)}. {_value(group, baseline, expected)}"
+    )
+    return _recommendation(group, sentence, baseline, contrast, expected)
+
+
+def _recommendation(
+    group: SettingGroup, sentence: str, setting: Setting, contrast: Contrast, expected: Expected
+) -> Recommendation:
+    return Recommendation(
+        group,
+        sentence,
+        command(setting.runs[0]),
+        setting.label,
+        contrast,
+        expected.value,
+        expected.interval,
+        expected.difference,
+    )
+
+
+def _none_better(group: SettingGroup) -> Recommendation:
+    highest, unit = group.named(group.highest), group.unit_of_repeats
+    sentence = f"No setting is shown to be better than {_name(group.baseline)}"
+    detectable = [contrast.detectable for contrast in group.contrasts if contrast.detectable is not None]
+    if not detectable:
+        word = "lowest" if group.scale.lower_is_better else "highest"
+        shared = max((contrast.n for contrast in group.contrasts), default=0)
+        few = f"with {plural(shared, unit)}" if shared else f"with settings that share no {unit}s"
+        sentence += (
+            f": {few}, no difference can be told from chance. The {word} {group.metric} is that of {_name(highest)}, "
+            f"{value_text(group.scale, highest.mean)}. Use sweep.repeats=5 for an answer."
+        )
+        return Recommendation(group, sentence)
+    expected = _expected(group, highest)
+    sentence += f"; this sweep could detect a difference of {size_text(group.scale, max(detectable))}."
+    if highest is group.baseline:
+        sentence += f" It has the best mean {group.metric} itself."
+    else:
+        contrast = group.contrast(highest)
+        decide = ""
+        if contrast is not None and contrast.verdict == INCONCLUSIVE:
+            needed = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
+            decide = f"; {needed} {unit}s would decide"
+        sentence += f" {_name(highest)} has the best mean {group.metric}{decide}."
+    sentence += f" {_value(group, highest, expected)}{_rivals(group, highest)}"
+    return Recommendation(group, sentence, value=expected.value, value_interval=expected.interval)
 
 
 def _only_setting(group: SettingGroup) -> Recommendation:
-    [setting] = group.settings
-    ends = mean_interval(setting.values.values(), group.scale)
-    interval = f" (95 % interval {' to '.join(value_text(group.scale, end) for end in ends)})" if ends else ""
+    [setting] = group.alive
+    ends = mean_interval(setting.values.values(), group.scale, group.rounding)
+    interval = f" (95 % interval {range_text(group.scale, ends)})" if ends else ""
     sentence = (
-        f"{setting.label} reaches {group.metric} {value_text(group.scale, setting.mean)}{interval}, "
-        f"from {plural(group.blocks, group.unit_of_repeats)}."
+        f"{_name(setting)} reaches {group.metric} {value_text(group.scale, setting.mean)}{interval}, "
+        f"from {plural(len(setting.values), group.unit_of_repeats)}."
     )
-    return Recommendation(group, sentence, command(setting.runs[0]), setting.label, value=setting.mean)
+    if len(group.settings) > 1:
+        sentence += " There is no other setting to compare it with."
+    lead = Recommendation(group, sentence, value=setting.mean, value_interval=ends)
+    if not setting.is_sound:
+        return lead
+    return replace(lead, command=command(setting.runs[0]), point=setting.label)
 
 
-def _best_mean(group: SettingGroup, highest: Setting, value: float | None) -> str:
-    """Return sentences on the setting with the best mean. Used if no setting is shown to be better than the baseline."""
-    if highest is group.baseline:
-        return f"It has the best mean {group.metric} itself. {_correction(group, highest, value)}"
-    contrast = group.contrast(highest)
-    decide = ""
-    if contrast is not None and contrast.verdict == INCONCLUSIVE:
-        needed = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
-        decide = f"; {needed} {group.unit_of_repeats}s would decide"
-    return f"{highest.label} has the best mean {group.metric}{decide}. {_correction(group, highest, value)}"
+def _expected(group: SettingGroup, chosen: Setting) -> Expected:
+    """Estimate the value of `chosen` in new runs: each repeat scores the setting that is best on the others."""
+    # Settings with lost runs are not candidates: chance chose which of their runs are counted.
+    settings, blocks = group.complete, {block for _, block, _ in group.rows}
+    if chosen not in settings:
+        settings, blocks = [*settings, chosen], set(chosen.values)
+    rows = [(s.label, block, value) for s in settings for block, value in s.values.items() if block in blocks]
+    scores = corrected_values(rows, group.scale)
+    if not scores:
+        return Expected()
+    value, baseline = fmean(scores.values()), group.baseline.values
+    differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
+    interval = mean_interval(chosen.values.values(), group.scale, group.rounding)
+    if interval is not None and chosen.mean is not None:
+        # The values that the correction allows for, next to those of a setting that was not chosen by its mean.
+        low, high = (end - (chosen.mean - value) for end in interval)
+        interval = min(low, interval[0]), max(high, interval[1])
+        if group.scale.is_proportion:
+            interval = max(interval[0], 0.0), min(interval[1], 1.0)
+    return Expected(value, interval, fmean(differences) if differences else None)
 
 
-def _correction(group: SettingGroup, chosen: Setting, value: float | None) -> str:
+def _value(group: SettingGroup, chosen: Setting, expected: Expected) -> str:
+    interval = f" (95 % interval {range_text(group.scale, expected.interval)})" if expected.interval else ""
     return (
-        f"Expect {value_text(group.scale, value)}, corrected for choosing among {len(group.settings)} settings; its mean "
-        f"is {value_text(group.scale, chosen.mean)}."
+        f"Expect {value_text(group.scale, expected.value)}{interval}, corrected for choosing among {len(group.settings)} "
+        f"settings; its mean is {value_text(group.scale, chosen.mean)}."
     )
+
+
+def _rivals(group: SettingGroup, named: Setting) -> str:
+    """Return a sentence on the settings that cannot be told from the best; empty if that is true of all settings."""
+    rivals = [setting for setting in group.alive if setting.label in group.may_be_best and setting is not named]
+    if not rivals:
+        return f" It is shown to be the best of the {len(group.alive)} that have a value."
+    if len(rivals) > 1 and len(rivals) + 1 == len(group.alive):
+        return " No setting is shown to be worse than it."
+    sound = [_name(setting) for setting in rivals if setting.is_sound]
+    return f" Not shown to be worse than it: {join_short(sound, 3)}." if sound else ""
+
+
+def _name(setting: Setting) -> str:
+    """Return the label of a setting, with the number of its lost runs and the reason, e.g. `lr=1 (2 of 5 runs failed)`."""
+    return f"{setting.label} ({_lost(setting)})" if setting.lost else setting.label
+
+
+def _lost(setting: Setting) -> str:
+    reasons = Counter("not finite" if run.status == "done" else run.status.replace("_", " ") for run in setting.lost)
+    total = len(setting.lost) + len(setting.runs)
+    return ", ".join(f"{count} of {total} runs {reason}" for reason, count in reasons.items())
+
+
+def _notes(group: SettingGroup) -> list[str]:
+    notes = [group.note] if group.note else []
+    lost = [setting for setting in group.settings if setting.lost]
+    if lost:
+        notes.append(f"Lost runs: {join_short(map(_name, lost))}. A mean is that of the runs that are left.")
+        if not all(setting.is_sound for setting in lost if setting.values):
+            notes.append("A setting whose own values ended runs (not finite, out of memory) is not recommended.")
+    far = list(_far_off(group))
+    if far:
+        runs = join_short(f"{run.name} ({s.label}): {value_text(group.scale, run.metric_value)}" for s, run in far)
+        notes.append(f"Runs that are far worse than the others of their setting: {runs}. They count.")
+    if any(len(setting.values) > 1 for setting in group.settings):
+        if group.unit_of_repeats == "fold":
+            notes.append("The intervals are over folds: they hold, approximately, for other images like these.")
+        elif group.is_on_fixed_images:
+            notes.append(
+                "The intervals are over seeds on the same images: they hold for training again, not for others."
+            )
+    return notes
+
+
+def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
+    """Yield the runs that are much worse than the median of their setting, such as diverged ones, with the setting."""
+    shortfalls: list[tuple[float, Setting, RunRecord]] = []
+    for setting in group.alive:
+        known = {run: group.scale.to(run.metric_value) for run in setting.runs if run.metric_value is not None}
+        if len(known) > 2:
+            middle = median(known.values())
+            shortfalls += [(group.scale.sign * (middle - shift), setting, run) for run, shift in known.items()]
+    # Median absolute deviation, which a few diverged runs do not change.
+    usual = 1.4826 * median(abs(shortfall) for shortfall, *_ in shortfalls) if shortfalls else 0.0
+    if usual:
+        yield from ((setting, run) for shortfall, setting, run in shortfalls if shortfall > FAR * usual)

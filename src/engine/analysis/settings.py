@@ -13,7 +13,17 @@ from statistics import fmean, stdev
 from src.engine.analysis.configurations import NOT_A_SETTING, Configuration, varied
 from src.engine.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from src.engine.analysis.scales import RATIO, Scale, level_scale, proportion_scale
-from src.engine.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Row, decide, estimate
+from src.engine.analysis.selection import may_be_best
+from src.engine.analysis.statistics import (
+    NOT_MEASURABLE,
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    Estimate,
+    Model,
+    Row,
+    decide,
+)
 from src.engine.analysis.wording import join_short, model_name
 from src.engine.config.suggest import is_lower_better, is_proportion
 from src.engine.machine.text import yaml_text
@@ -29,19 +39,28 @@ class Setting(Configuration):
 
     settings: Mapping[str, str]  # swept key -> value as given
     label: str = ""
+    lost: tuple[RunRecord, ...] = ()  # runs that failed, or whose value is not finite
+    block: str = "seed"  # the key by which repeats differ
 
     @cached_property
     def values(self) -> dict[object, float]:
-        """Headline metric by seed and fold. Runs with equal seed and fold count as one value, their mean."""
+        """Headline metric by repeat: by seed, or by fold if there are several. Runs of one repeat count as their mean."""
+        # Seeds of one fold share its images, so they do not count as independent.
         blocks: dict[object, list[float]] = defaultdict(list)
         for run in self.runs:
             if run.metric_value is not None:
-                blocks[tuple(run.config.get(key) for key in BLOCKS)].append(run.metric_value)
+                blocks[run.config.get(self.block)].append(run.metric_value)
         return {block: fmean(values) for block, values in blocks.items()}
 
     @property
-    def mean(self) -> float:
-        return fmean(self.values.values())
+    def mean(self) -> float | None:
+        """Mean of `values`; None if all runs are lost."""
+        return fmean(self.values.values()) if self.values else None
+
+    @property
+    def is_sound(self) -> bool:
+        """False if runs are lost because of the settings. Such a setting is never recommended."""
+        return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
 
     @property
     def deviation(self) -> float | None:
@@ -61,6 +80,8 @@ class SettingGroup:
     baseline: Setting
     note: str = ""  # why the baseline is not the requested one
     contrasts: Sequence[Contrast] = field(default=())  # of all other settings with the baseline
+    highest: str = ""  # label of the setting with the best mean, of those without lost runs if there are any
+    may_be_best: frozenset[str] = frozenset()  # labels of the settings that cannot be told from the best
 
     @property
     def keys(self) -> list[str]:
@@ -80,9 +101,33 @@ class SettingGroup:
 
     @property
     def unit_of_repeats(self) -> str:
-        if self.is_about_speed:
-            return "repeat"
-        return "fold" if len({run.config.get("data.fold") for s in self.settings for run in s.runs}) > 1 else "seed"
+        return "repeat" if self.is_about_speed else self.settings[0].block.removeprefix("data.")
+
+    @property
+    def alive(self) -> list[Setting]:
+        """Settings with a value."""
+        return [setting for setting in self.settings if setting.values]
+
+    @property
+    def complete(self) -> list[Setting]:
+        """Settings without lost runs; if there are none, all with a value."""
+        return [setting for setting in self.alive if not setting.lost] or self.alive
+
+    @property
+    def rounding(self) -> float:
+        """Share of one image in those evaluated: no smaller difference of a proportion means anything. 0 if unknown."""
+        key = f"{self.metric.partition('/')[0]}.samples"
+        counts = [count for setting in self.settings for run in setting.runs if (count := run.integer(key))]
+        if not counts or not self.scale.is_proportion:
+            return 0.0
+        # Folds have different images.
+        return 1 / min(counts) / (self.blocks if self.unit_of_repeats == "fold" else 1)
+
+    @property
+    def is_on_fixed_images(self) -> bool:
+        """True if all runs were evaluated on the same images, so that the noise is that of training."""
+        key = f"data.{self.metric.partition('/')[0]}"
+        return len({run.result.get(key) for setting in self.settings for run in setting.runs}) == 1
 
     @property
     def hardware(self) -> str:
@@ -93,7 +138,12 @@ class SettingGroup:
 
     def best(self, count: int) -> list[Setting]:
         """Return the baseline and the settings with the best means, `count` in all, in the order of the sweep."""
-        ranked = sorted(self.settings, key=lambda s: (s is not self.baseline, -self.scale.sign * s.mean))
+        worst = -math.inf
+        ranked = sorted(
+            self.settings,
+            key=lambda s: (s is self.baseline, worst if s.mean is None else self.scale.sign * s.mean),
+            reverse=True,
+        )
         return [setting for setting in self.settings if setting in ranked[:count]]
 
     def contrast(self, setting: Setting) -> Contrast | None:
@@ -102,33 +152,74 @@ class SettingGroup:
 
 def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[SettingGroup]:
     """Return the groups of a sweep over settings, compared with a baseline; [] for a sweep over strategies and devices."""
-    runs = list(runs)
-    with_metric = [run for run in runs if run.comparable and run.metric_value is not None]
-    keys = [key for key in varied(with_metric) if not key.startswith(NOT_A_SETTING) and key != "data.fold"]
-    if not _is_about_settings(with_metric, keys):
+    # What varies shows in the configs of all jobs, also of those that failed or wait.
+    known = [run for run in runs if run.config and not run.doubt and (run.is_of_tuning or not run.is_benchmark)]
+    with_metric = [run for run in known if run.comparable and run.metric_value is not None]
+    keys = [key for key in varied(known) if not key.startswith(NOT_A_SETTING) and key != "data.fold"]
+    if not with_metric or not _is_about_settings(known, keys):
         return []
     members: dict[tuple[str, str, str], list[RunRecord]] = defaultdict(list)
     for run in with_metric:
         members[run.metric, f"data {run.data or 'unknown'}", f"code {run.commit or 'unknown'}"].append(run)
     differing = [len(set(column)) > 1 for column in zip(*members, strict=True)]
+    for run in (run for run in known if run.is_lost):
+        # A failed run has no fingerprint of its data. It counts for the largest group with its code.
+        alike = [names for names in members if names[2] == f"code {run.commit}"] or list(members)
+        members[max(alike, key=lambda names: len(members[names]))].append(run)
     groups = []
-    for names, alike in members.items():
+    for names, of_group in members.items():
         title = ", ".join(name for name, differs in zip(names, differing, strict=True) if differs)
-        settings = _settings(alike, keys)
-        if settings:
+        settings = _settings(of_group, keys)
+        if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
             groups.append(SettingGroup(names[0], _scale(names[0], settings), title, settings, baseline, note))
     groups.sort(key=lambda group: -len(group.rows))
-    estimates = []
-    for group in groups:
-        pairs = [(setting.label, group.baseline.label) for setting in group.settings if setting is not group.baseline]
-        estimates.append(estimate(group.rows, pairs, group.scale))
+    return _compared(groups, smallest_difference)
+
+
+def _compared(groups: Sequence[SettingGroup], smallest_difference: float) -> list[SettingGroup]:
+    """Return the groups with contrasts of all settings with the baseline, and the settings that may be the best."""
+    models = [Model(group.rows, group.scale, group.is_about_speed, group.rounding) for group in groups]
+    estimates = [
+        [_bounded(group, model.compare(s.label, group.baseline.label)) for s in group.alive if s is not group.baseline]
+        for group, model in zip(groups, models, strict=True)
+    ]
     # In one call, because Holm's rule corrects for the number of contrasts in all groups.
     decided = iter(decide([e for of_group in estimates for e in of_group], smallest_difference))
-    return [
-        replace(group, contrasts=[next(decided) for _ in of_group])
-        for group, of_group in zip(groups, estimates, strict=True)
-    ]
+    compared = []
+    for group, model, of_group in zip(groups, models, estimates, strict=True):
+        contrasts = []
+        for contrast in (next(decided) for _ in of_group):
+            # The values that are left say nothing about the runs that the setting itself ended.
+            is_cut = contrast.verdict == SUPPORTED and not group.named(contrast.a).is_sound
+            contrasts.append(replace(contrast, verdict=NOT_MEASURABLE) if is_cut else contrast)
+        better = {e.a: e.better for e in of_group if e.difference is not None} | {group.baseline.label: 0.0}
+        candidates = [s.label for s in group.complete if s.label in better] or [group.baseline.label]
+        highest = max(candidates, key=lambda label: better[label])
+        others = [s.label for s in group.alive if s.label != highest] if model.total else []
+        over = [_bounded(group, model.compare(highest, label)) for label in others]
+        labels = may_be_best(over) if over else {s.label for s in group.alive}
+        compared.append(replace(group, contrasts=contrasts, highest=highest, may_be_best=frozenset(labels)))
+    return compared
+
+
+def _bounded(group: SettingGroup, e: Estimate) -> Estimate:
+    """Return an estimate that allows for any value of lost runs between the extremes of all values of the group."""
+    a, b = group.named(e.a), group.named(e.b)
+    if not a.lost and not b.lost:
+        return e
+    values = [value for *_, value in group.rows]
+    worst, best = sorted((min(values), max(values)), key=lambda value: group.scale.sign * value)
+    down = _lost_shift(a, worst, group.scale) + _lost_shift(b, best, group.scale)
+    up = _lost_shift(a, best, group.scale) + _lost_shift(b, worst, group.scale)
+    return replace(e, slack=(up, down) if group.scale.lower_is_better else (down, up))
+
+
+def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
+    """Return by how much the mean of a setting on the scale would change if its lost runs had the value `end`."""
+    share = len(setting.lost) / (len(setting.lost) + len(setting.runs)) if setting.lost else 0.0
+    shift = abs(scale.to(end) - fmean(scale.to(value) for value in setting.values.values())) if share else 0.0
+    return share * shift if math.isfinite(shift) else math.inf
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
@@ -151,20 +242,34 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
     if len(alike) == 1:
         [members] = alike.values()
-        return (Setting(tuple(members), {}, model_name(members[0])),)
-    given = [parse_overrides(members[0].overrides) for members in alike.values()]
+        # Jobs that have not ended may have other values of these keys.
+        texts = [{key: _default(members[0], key) for key in keys}]
+    else:
+        texts = _swept_values([members[0] for members in alike.values()], keys)
+    labels = [", ".join(f"{key}={value}" for key, value in of_setting.items()) for of_setting in texts]
+    if not labels[0]:
+        [members] = alike.values()
+        labels = [model_name(next((run for run in members if run.result), members[0]))]
+    folds = {run.config.get("data.fold") for run in runs}
+    block = "data.fold" if len(folds) > 1 else "seed"
+    settings = []
+    for members, of_setting, label in zip(alike.values(), texts, labels, strict=True):
+        lost = tuple(run for run in members if run.is_lost)
+        settings.append(Setting(tuple(run for run in members if run not in lost), of_setting, label, lost, block))
+    return tuple(settings)
+
+
+def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, str]]:
+    """Return the values of the keys that differ, as given on the command line, of the first run of each configuration."""
+    given = [parse_overrides(run.overrides) for run in first]
     swept = [key for key in dict.fromkeys(key for texts in given for key in texts) if not key.startswith(_NOT_SWEPT)]
-    first = [members[0] for members in alike.values()]
     by_override = _differing(
         [{key: texts.get(key, _default(run, key)) for key in swept} for texts, run in zip(given, first, strict=True)]
     )
     # Single runs and runs of an edited config may have equal overrides.
-    if len({tuple(texts.values()) for texts in by_override}) < len(alike):
-        by_override = _differing([{key: _default(run, key) for key in keys} for run in first])
-    return tuple(
-        Setting(tuple(members), texts, ", ".join(f"{key}={value}" for key, value in texts.items()))
-        for members, texts in zip(alike.values(), by_override, strict=True)
-    )
+    if len({tuple(texts.values()) for texts in by_override}) < len(first):
+        return _differing([{key: _default(run, key) for key in keys} for run in first])
+    return by_override
 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -205,14 +310,20 @@ def _scale(metric: str, settings: Sequence[Setting]) -> Scale:
 
 def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
     """Return the configuration that sweep.baseline names, else the first, and a note if the named one has no run."""
-    wanted = next((text for s in settings for run in s.runs if (text := run.config.get("sweep.baseline"))), None)
-    if wanted is None:
-        return settings[0], ""
-    configs = [{**s.settings, **run.config, **parse_overrides(run.overrides)} for s in settings for run in s.runs[:1]]
-    index = find_baseline(str(wanted), configs)
-    if index is None:
-        return settings[0], f"No run of sweep.baseline={wanted} is done; the baseline is {settings[0].label}."
-    return settings[index], ""
+    first = [(*setting.runs, *setting.lost)[0] for setting in settings]
+    wanted = next((text for run in first if (text := run.config.get("sweep.baseline"))), None)
+    index: int | None = 0
+    if wanted is not None:
+        configs = [
+            {**s.settings, **run.config, **parse_overrides(run.overrides)}
+            for s, run in zip(settings, first, strict=True)
+        ]
+        index = find_baseline(str(wanted), configs)
+    if index is not None and settings[index].values:
+        return settings[index], ""
+    instead = next(setting for setting in settings if setting.values)
+    name = f"sweep.baseline={wanted}" if index is None else settings[index].label
+    return instead, f"No run of the baseline {name} is done, so settings are compared with {instead.label}."
 
 
 def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from src.engine.analysis.runs import RunRecord
@@ -50,30 +51,52 @@ def effect_text(contrast: Contrast | None) -> str:
 
 
 def _signed(scale: Scale, difference: float) -> str:
-    return f"{100 * difference:+.1f}" if scale.is_proportion else ("+" if difference > 0 else "") + figure(difference)
+    return ("+" if difference > 0 else "") + (points(difference) if scale.is_proportion else figure(difference))
 
 
 def size_text(scale: Scale, size: float) -> str:
     """Format the size of an effect without its sign: `12.0 %` of a ratio, `7.9 points` of a proportion, else a number."""
     if scale.is_ratio:
         return percent(size, 1)
-    return f"{100 * size:.1f} points" if scale.is_proportion else figure(size)
+    return f"{points(size)} points" if scale.is_proportion else figure(size)
+
+
+def points(share: float, limit: float = 0.001) -> str:
+    """Format a share in percent with one decimal place, or with two significant digits if it is below `limit`."""
+    return f"{100 * share:.{_decimals(share, limit)}f}"
+
+
+def _decimals(share: float, limit: float) -> int:
+    return 1 if share == 0 or abs(share) >= limit else 1 + math.ceil(-math.log10(100 * abs(share)))
 
 
 def value_text(scale: Scale, value: float | None) -> str:
+    """Format a value of the metric. Near 0 and 100 %, the errors keep two significant digits."""
     if value is None:
         return DASH
-    return percent(value, 1) if scale.is_proportion else figure(value)
+    if not scale.is_proportion:
+        return figure(value)
+    rest = min(value, 1 - value)
+    # 1 - 0.996 is not exactly 0.004.
+    return percent(value, _decimals(round(rest, 12), 0.01) if rest > 0 else 1)
 
 
-def difference_text(contrast: Contrast) -> str:
-    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`."""
+def range_text(scale: Scale, ends: tuple[float, float]) -> str:
+    """Format the ends of an interval of values, e.g. `70.1 % to 72.3 %`."""
+    return " to ".join(value_text(scale, end) for end in ends)
+
+
+def difference_text(contrast: Contrast, corrected: float | None = None) -> str:
+    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`. `corrected` for the choice of the setting."""
     assert contrast.effect is not None
+    low, high = contrast.interval
+    # The correction comes from fewer repeats than the interval, and may be outside.
+    effect = contrast.effect if corrected is None else min(max(corrected, low), high)
     sign = 1 if contrast.effect > 0 else -1
-    text = f"{size_text(contrast.scale, abs(contrast.effect))} {'higher' if sign > 0 else 'lower'}"
+    text = f"{size_text(contrast.scale, abs(effect))} {'higher' if sign > 0 else 'lower'}"
     if contrast.low is None or contrast.high is None:
         return text
-    low, high = sorted((sign * contrast.low, sign * contrast.high))
+    low, high = sorted((sign * low, sign * high))
     low_text, high_text = (size_text(contrast.scale, end).removesuffix(" points") for end in (low, high))
     return f"{text} (95 % interval {low_text} to {high_text})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from src.engine.analysis.runs import RunRecord
+from src.engine.analysis.runs import RunRecord, parse_overrides
 from src.engine.machine.text import as_number
+from src.engine.record.code_diff import CODE_DIFF
 from src.engine.record.jobs import Job, read_jobs
 from src.engine.record.result import read_metrics, read_result
 
@@ -69,6 +71,8 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         # The override is of the trials of a search without search=… on its command line.
         is_trial=_option(folder, "search") not in ("", "null")
         or (job is not None and "search.sampler=null" in job.overrides),
+        seed=_seed(job) if job else None,
+        changes=_hash(folder / CODE_DIFF),
         result=result,
         config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
         environment=_read(folder / "environment.json", "JSON", json.loads),
@@ -80,6 +84,18 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
     path = folder / "metrics.jsonl"
     lines = read_metrics(path) if path.is_file() else ()
     return {line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None}
+
+
+def _seed(job: Job) -> int | None:
+    """Return the seed of a job, from its overrides if they set another one: repeats add their number to it."""
+    given = parse_overrides(job.overrides).get("seed", "")
+    if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
+        return int(given)
+    return job.seed
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:6] if path.is_file() else ""
 
 
 def _option(folder: Path, group: str) -> str:

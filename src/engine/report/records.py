@@ -27,7 +27,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
     leads = [
         {
             **_place(lead.group),
-            **_pick(lead, "sentence", "command", "point", "value"),
+            **_pick(lead, "sentence", "command", "point", "value", "value_interval", "difference", "notes"),
             "contrast": _fields(lead.contrast),
         }
         for lead in report.recommendations
@@ -40,6 +40,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for sweep in report.sweeps
         ],
         "counts": report.counts,
+        "notes": report.notes,
         "smallest_difference": report.smallest_difference,
         "lead": leads[0] if leads else None,
         "leads": leads,
@@ -123,6 +124,8 @@ def _plain_settings(group: SettingGroup) -> dict[str, Any]:
         {
             **_pick(setting, "label", "settings", "mean", "deviation"),
             "values": list(setting.values.values()),
+            "may_be_best": setting.label in group.may_be_best,
+            "lost": [run.name for run in setting.lost],
             "runs": [run.name for run in setting.runs],
             "images_per_sec": _fields(setting.speed),
             "peak_bytes": [_fields(peak) for peak in setting.peak_bytes],

@@ -20,9 +20,9 @@ from src.engine.analysis.setting_lead import recommend_setting
 from src.engine.analysis.settings import SettingGroup, setting_groups
 from src.engine.analysis.statistics import SMALLEST_DIFFERENCE
 from src.engine.analysis.tuning import recommend_fastest
-from src.engine.analysis.wording import percent
+from src.engine.analysis.wording import join_short, percent
 from src.engine.machine.files import write_json, write_text
-from src.engine.record.jobs import Jobs, read_jobs
+from src.engine.record.jobs import UNFINISHED, Jobs, read_jobs
 from src.engine.report import plots, setting_tables, tables
 from src.engine.report.claims import evaluate_claims
 from src.engine.report.collect import collect
@@ -57,6 +57,29 @@ class Report:
             return "Comparison of strategies and device counts"
         keys = list(dict.fromkeys(key for group in self.settings for key in group.keys))
         return f"Sweep over {', '.join(keys)}" if keys else "Repeats of one configuration"
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about the jobs before relying on the page, a sentence each."""
+        notes = []
+        for sweep in self.sweeps:
+            left = sum(job.status in UNFINISHED for job in sweep.jobs)
+            if left:
+                state = "runs" if sweep.status == "running" else "was stopped"
+                notes.append(f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this may change.")
+        edited = [run.name for run in self.runs if run.is_edited]
+        if edited:
+            notes.append(f"Not compared, because jobs.json has another seed than config.yaml: {join_short(edited)}.")
+        for sweep in self.sweeps:
+            folder = sweep.folder.resolve()
+            code = dict.fromkeys(
+                run.commit for run in self.runs if run.commit and folder in run.folder.resolve().parents
+            )
+            if len(code) > 1:
+                notes.append(
+                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code are not compared."
+                )
+        return notes
 
     @property
     def table(self) -> tables.Table | None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from src.engine.analysis.settings import Setting, SettingGroup
-from src.engine.analysis.wording import DASH, effect_text, figure, size_text, value_text, verdict_text, with_range
+from src.engine.analysis.statistics import Contrast
+from src.engine.analysis.wording import (
+    DASH,
+    effect_text,
+    figure,
+    points,
+    size_text,
+    value_text,
+    verdict_text,
+    with_range,
+)
 from src.engine.report.tables import Table
 
 MOST_ROWS = 60  # of the page, the best ones; report.json has all
@@ -19,16 +29,25 @@ def settings_table(group: SettingGroup) -> Table:
     filled = {name for row in rows for name, text in row.items() if text not in (DASH, "")} | set(group.keys)
     rows = [{name: text for name, text in row.items() if name in filled} for row in rows]
     notes = [group.note] if group.note else []
-    if len({len(setting.values) for setting in group.settings}) > 1:
+    if any(setting.lost for setting in group.settings):
+        notes.append("The mean of a setting that lost runs is that of the runs that are left, and may be too good.")
+    if not group.is_about_speed and any(_differs_from_means(group, contrast) for contrast in group.contrasts):
         notes.append(
-            f"Some settings have a value of fewer {group.unit_of_repeats}s. If their other runs failed, their mean is that "
-            "of the runs that survived, and may be too good."
+            f"A difference comes from means on the {group.scale.name} scale in the {group.unit_of_repeats}s that both "
+            "settings have, so it is not exactly the difference of two means of this table."
         )
     if len(shown) < len(group.settings):
         notes.append(f"{len(group.settings) - len(shown)} more settings, in report.json.")
     caption = f"{group.metric} by setting: mean over the {group.unit_of_repeats}s"
     text = [*group.keys, "setting", VERDICT]
     return Table(rows, caption, notes, text, [setting.runs for setting in shown])
+
+
+def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
+    a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
+    if a is None or b is None or contrast.effect is None:
+        return False
+    return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
 
 
 def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
@@ -42,6 +61,7 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
     return {
         **(setting.settings or {"setting": setting.label}),
         f"{group.unit_of_repeats}s": str(len(setting.values)),
+        "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}" if setting.lost else DASH,
         f"{group.metric}{lower}": value_text(group.scale, setting.mean),
         "sd": _deviation(group, setting),
         f"{'ratio' if group.is_about_speed else 'difference'}{unit} (95 %)": "baseline"
@@ -58,7 +78,7 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
 def _deviation(group: SettingGroup, setting: Setting) -> str:
     if setting.deviation is None:
         return DASH
-    return f"{100 * setting.deviation:.1f}" if group.scale.is_proportion else figure(setting.deviation)
+    return points(setting.deviation) if group.scale.is_proportion else figure(setting.deviation)
 
 
 def for_article(table: Table, kind: str) -> str:

@@ -1,0 +1,47 @@
+"""What the report says about simulated sweeps over settings with known truth, see docs/report.md."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from scripts.maintain.simulate_sweeps import UNDECIDABLE, lower_bound, rows, simulate
+
+MOST_FALSE, MOST_FALSELY_NAMED = 0.06, 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("10x5 one better by 0 SE", 0.09),
+        ("10x5 baseline sd x5", 0.09),
+        ("10x5 equal, worst 3 of 5 seeds of 5 settings failed", 0.03),
+        ("2x2 equal, run noise 1 image(s) of 270", 0.03),
+        ("2 x 5 folds x 5 seeds, setting-by-fold sd 1.0", 0.12),
+    ],
+)
+def test_report_seldom_states_a_false_difference_on_simulated_sweeps(name: str, most: float) -> None:
+    assert np.mean([verdict.any_false for verdict in simulate(name, 100)]) <= most
+
+
+def test_report_states_the_value_of_the_chosen_setting_without_selection_bias() -> None:
+    verdicts = simulate("10x5 slope", 100)
+    assert abs(np.mean([verdict.stated for verdict in verdicts])) <= 0.3
+    assert np.mean([verdict.plain for verdict in verdicts]) > 0.6
+
+
+def test_report_names_the_better_setting_although_a_seed_of_another_setting_diverged() -> None:
+    verdicts = simulate("10x5 loss .24 against .30, one seed of another diverged", 40)
+    assert np.mean([verdict.named for verdict in verdicts]) > 0.8
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize("name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)])
+def test_report_error_rate_is_at_most_6_of_100_in_every_row_of_the_simulation(name: str) -> None:
+    verdicts = simulate(name, 300)
+    false, named = (sum(getattr(v, key) for v in verdicts) for key in ("any_false", "falsely_named"))
+    assert lower_bound(false, len(verdicts)) <= MOST_FALSE
+    assert lower_bound(named, len(verdicts)) <= MOST_FALSELY_NAMED
+    assert all(math.isfinite(verdict.plain) for verdict in verdicts)
