@@ -311,6 +311,21 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
     assert figures == ["optimization_history", "slice", "intermediate_values", "timeline"]
 
 
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_search_html_says_that_its_best_value_is_too_good_and_shows_the_confirmation(
+    tmp_path: Path, is_confirmed: bool
+) -> None:
+    ends = [("done", 0.5, ""), ("done", 0.9, "")]
+    folder = tmp_path / "confirm_1"
+    if is_confirmed:
+        folder.mkdir()
+        (folder / "report.json").write_text(json.dumps({"lead": {"sentence": "optim.lr=1 is <better>."}}))
+    html = searched_page(tmp_path, ends)
+    assert "best of 2 trials, so it is too good" in html
+    assert ('href="confirm_1/report.html"' in html, "optim.lr=1 is &lt;better&gt;." in html) == (is_confirmed,) * 2
+    assert ("search.confirm=5" in html) == (not is_confirmed)
+
+
 def test_search_html_shows_parameter_importances_when_20_trials_have_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

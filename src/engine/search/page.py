@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shlex
 import warnings
 from html import escape
@@ -15,7 +16,8 @@ import pandas as pd
 from optuna.visualization import matplotlib as plots
 
 from src.engine.machine.files import write_text
-from src.engine.record.jobs import Jobs
+from src.engine.machine.text import plural
+from src.engine.record.jobs import Job, Jobs
 from src.schema import Config
 
 MIN_FOR_IMPORTANCES = 20  # trials with a value; a ranking from fewer is noise
@@ -41,6 +43,7 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     if pd.notna(value):
         command = escape(shlex.join(["python", "train.py", *job.overrides]))
         lead = f'Best: {metric} {value:.4f} in trial <a href="{job.folder}/">{job.id}</a>.<br><code>{command}</code>'
+        lead += f"</p>\n<p>{_confirmation(jobs.folder, job, int(table[metric].count()))}"
     path = jobs.folder / "search.html"
     style = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
     figures = "\n".join(draw_study(study, metric))
@@ -48,6 +51,17 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     page = PAGE.format(metric=metric, style=style, counts=jobs.counts(), lead=lead, figures=figures, table=html)
     write_text(path, page)
     return path
+
+
+def _confirmation(folder: Path, best: Job, count: int) -> str:
+    """Return HTML on the confirmation of the best of `count` trials, or on why its value is not to be published."""
+    biased = f"Chance helped to choose this value as the best of {plural(count, 'trial')}, so it is too good."
+    report = folder / f"confirm_{best.id}" / "report.json"
+    if not report.is_file():
+        return f"{biased} For a value to publish, train again with new seeds: search.confirm=5."
+    lead = json.loads(report.read_text(encoding="utf-8"))["lead"]
+    sentence = escape(lead["sentence"]) if lead else "No job of it is done yet."
+    return f'{biased} Its <a href="{report.parent.name}/report.html">confirmation with new seeds</a>: {sentence}'
 
 
 def draw_study(study: optuna.Study, metric: str) -> list[str]:

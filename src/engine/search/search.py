@@ -96,7 +96,9 @@ def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
         return code
     best = search.study.best_trial
     values = [dimension.override(best.params[dimension.name]) for dimension in search.space]
-    return confirm_best(search.jobs, best.number, values, num_seeds, search.max_jobs)
+    code = confirm_best(search.jobs, best.number, values, num_seeds, search.max_jobs)
+    search.write_page()
+    return code
 
 
 class Search(Runner):
@@ -204,10 +206,14 @@ class Search(Runner):
         self._to_come.clear()
         return True
 
-    def _close(self) -> int:
-        """Write search.html, print the summary, and return the exit code: 0 if any trial has a value."""
+    def write_page(self) -> Path:
+        """Write search.html and return its path."""
         from src.engine.search.page import write_search_page
 
+        return write_search_page(self.jobs, self.study, self.config)
+
+    def _close(self) -> int:
+        """Write search.html, print the summary, and return the exit code: 0 if any trial has a value."""
         print(f"search       {self.jobs.counts()}")
         has_value = any(job.status == "done" for job in self.jobs.jobs)
         if has_value:
@@ -215,7 +221,7 @@ class Search(Runner):
             best = f"{self.config.objective} {self.study.best_value:.4f}"
             print(f"best         {best} in trial {job.id}: {job.name}")
             print(f"again        {shlex.join(['python', 'train.py', *job.overrides])}")
-        print(f"page         {write_search_page(self.jobs, self.study, self.config)}")
+        print(f"page         {self.write_page()}")
         if self.stopped_by is not None:
             return self._say_stopped(self.stopped_by)
         return 0 if has_value and self.jobs.status == "done" else 1
