@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,7 @@ def draw(group: Group) -> list[Plot]:
     for name, (frame, paint) in plots.items():
         picked = frame[frame[frame.columns[0]].isin(shown)].reset_index(drop=True)
         if len(picked):
-            # Each ratio needs a line of text.
-            height = 1.4 + 0.24 * len(picked) if name == "ratios" else HEIGHT
+            height = height_of(picked["a"] + " over " + picked["b"]) if name == "ratios" else HEIGHT
             drawn.append(Plot(name, svg(paint, picked, f"{group.title}{name}", height), frame))
     return drawn
 
@@ -89,6 +89,30 @@ def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: 
     return drawn.replace(INK, "currentColor")
 
 
+def whole(label: str) -> str:
+    """Break a label into lines of at most LONGEST_LABEL characters."""
+    return textwrap.fill(label, LONGEST_LABEL)
+
+
+def height_of(labels: Iterable[str]) -> float:
+    """Return the height in inches of a plot with a line of text per label."""
+    return 1.4 + 0.24 * sum(whole(label).count("\n") + 1 for label in labels)
+
+
+def paint_intervals(axes: Axes, frame: pd.DataFrame, looks: Callable[[str], tuple[str, str]]) -> None:
+    """Draw the columns `middle`, `low` and `high` of each row as a mark with an interval, next to its `label`.
+
+    `looks` returns mark and color of a label. A row without an interval is a mark.
+    """
+    for y, row in enumerate(frame.itertuples()):
+        marker, color = looks(str(row.label))
+        reach = None if pd.isna(row.low) else [[row.middle - row.low], [row.high - row.middle]]
+        axes.errorbar(row.middle, y, xerr=reach, fmt=marker, color=color, capsize=3, markersize=5, linewidth=1.2)
+    axes.set_yticks(range(len(frame)), [whole(label) for label in frame["label"]])
+    axes.invert_yaxis()
+    axes.margins(y=0.6 / len(frame))
+
+
 def short(label: str) -> str:
     """Cut a label to LONGEST_LABEL characters, so that the axes keep their room."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
@@ -106,15 +130,13 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     # Longer intervals are cut at the edge of the plot. 1/2 and 2 are equally far from 1.
     end = 4 * max(1, frame["ratio"].max())
     axes.set_xscale("log")
-    for y, row in enumerate(frame.itertuples()):
-        detectable = min(row.detectable, end)
+    for y, detectable in enumerate(frame["detectable"].clip(upper=end)):
         axes.plot([1 / (1 + detectable), 1 + detectable], [y, y], color=QUIET, alpha=0.45, linewidth=6, zorder=1)
-        marker, color = LOOKS.get(str(row.a).split(" ")[0], OTHER)
-        reach = [[row.ratio - max(row.low, 1 / end / end)], [min(row.high, end) - row.ratio]]
-        axes.errorbar(row.ratio, y, xerr=reach, fmt=marker, color=color, capsize=3, markersize=5, linewidth=1.2)
-    axes.set_yticks(range(len(frame)), [short(f"{row.a} over {row.b}") for row in frame.itertuples()])
-    axes.invert_yaxis()
-    axes.margins(y=0.5 / len(frame))
+    cut = frame.assign(
+        middle=frame["ratio"], low=frame["low"].clip(lower=1 / end / end), high=frame["high"].clip(upper=end)
+    )
+    cut["label"] = frame["a"] + " over " + frame["b"]
+    paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
     left, right = axes.get_xlim()
     left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
     axes.set_xlim(left, right)
