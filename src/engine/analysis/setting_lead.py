@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median
 
 from src.engine.analysis.recommendation import Recommendation, command
@@ -18,15 +18,6 @@ from src.engine.machine.text import plural
 FAR = 8.0  # standard deviations from the median of its setting at which a run is named
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Value of the best setting in new runs, with its 95 % interval, and its difference from the baseline."""
-
-    value: float | None = None
-    interval: tuple[float, float] | None = None
-    difference: float | None = None
-
-
 def recommend_setting(group: SettingGroup) -> Recommendation:
     """Recommend the best setting that is shown to be better than the baseline; if none, state the detectable difference."""
     if len(group.alive) == 1:
@@ -36,7 +27,7 @@ def recommend_setting(group: SettingGroup) -> Recommendation:
         if shown:
             # With equal numbers of runs, this is the setting with the best mean.
             lead = _better(group, max(shown, key=lambda contrast: group.scale.sign * (contrast.effect or 0)))
-        elif group.may_be_best == {group.baseline.label} and any(c.low is not None for c in group.contrasts):
+        elif group.may_be_best == {group.baseline.label} and group.baseline.is_sound:
             lead = _best_baseline(group)
         else:
             lead = _none_better(group)
@@ -48,10 +39,10 @@ def _better(group: SettingGroup, contrast: Contrast) -> Recommendation:
     expected = _expected(group, winner)
     sentence = (
         f"{_name(winner)} is better than {_name(group.baseline)}: {group.metric} is "
-        f"{difference_text(contrast, expected.difference)}, from {plural(contrast.n, group.unit_of_repeats)}. "
+        f"{difference_text(contrast, expected.difference)}, {_source(group, contrast)}. "
         f"{_value(group, winner, expected)}{_rivals(group, winner)}"
     )
-    return _recommendation(group, sentence, winner, contrast, expected)
+    return _named(expected, sentence, winner, contrast)
 
 
 def _best_baseline(group: SettingGroup) -> Recommendation:
@@ -60,24 +51,21 @@ def _best_baseline(group: SettingGroup) -> Recommendation:
     contrast = max(group.contrasts, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
     sentence = (
         f"{_name(baseline)}, the baseline, is shown to be the best of {len(group.alive)} settings: {group.metric} of the "
-        f"next, {_name(group.named(contrast.a))}, is {difference_text(contrast)}, from "
-        f"{plural(contrast.n, group.unit_of_repeats)}. {_value(group, baseline, expected)}"
+        f"next, {_name(group.named(contrast.a))}, is {difference_text(contrast)}, "
+        f"{_source(group, contrast)}. {_value(group, baseline, expected)}"
     )
-    return _recommendation(group, sentence, baseline, contrast, expected)
+    return _named(expected, sentence, baseline, contrast)
 
 
-def _recommendation(
-    group: SettingGroup, sentence: str, setting: Setting, contrast: Contrast, expected: Expected
-) -> Recommendation:
-    return Recommendation(
-        group,
-        sentence,
-        command(setting.runs[0]),
-        setting.label,
-        contrast,
-        expected.value,
-        expected.interval,
-        expected.difference,
+def _source(group: SettingGroup, contrast: Contrast) -> str:
+    if not contrast.n:
+        return f"through other settings, because they share no {group.unit_of_repeats}"
+    return f"from {plural(contrast.n, group.unit_of_repeats)}"
+
+
+def _named(expected: Recommendation, sentence: str, setting: Setting, contrast: Contrast) -> Recommendation:
+    return replace(
+        expected, sentence=sentence, command=command(setting.runs[0]), point=setting.label, contrast=contrast
     )
 
 
@@ -95,7 +83,7 @@ def _none_better(group: SettingGroup) -> Recommendation:
         )
         return Recommendation(group, sentence)
     expected = _expected(group, highest)
-    sentence += f"; this sweep could detect a difference of {size_text(group.scale, max(detectable))}."
+    sentence += f"; this sweep could detect a difference of {size_text(group.scale, median(detectable))}."
     if highest is group.baseline:
         sentence += f" It has the best mean {group.metric} itself."
     else:
@@ -106,7 +94,7 @@ def _none_better(group: SettingGroup) -> Recommendation:
             decide = f"; {needed} {unit}s would decide"
         sentence += f" {_name(highest)} has the best mean {group.metric}{decide}."
     sentence += f" {_value(group, highest, expected)}{_rivals(group, highest)}"
-    return Recommendation(group, sentence, value=expected.value, value_interval=expected.interval)
+    return replace(expected, sentence=sentence)
 
 
 def _only_setting(group: SettingGroup) -> Recommendation:
@@ -125,8 +113,8 @@ def _only_setting(group: SettingGroup) -> Recommendation:
     return replace(lead, command=command(setting.runs[0]), point=setting.label)
 
 
-def _expected(group: SettingGroup, chosen: Setting) -> Expected:
-    """Estimate the value of `chosen` in new runs: each repeat scores the setting that is best on the others."""
+def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
+    """Estimate value and difference of `chosen` in new runs: each repeat scores the setting that is best on the others."""
     # Settings with lost runs are not candidates: chance chose which of their runs are counted.
     settings, blocks = group.complete, {block for _, block, _ in group.rows}
     if chosen not in settings:
@@ -134,7 +122,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Expected:
     rows = [(s.label, block, value) for s in settings for block, value in s.values.items() if block in blocks]
     scores = corrected_values(rows, group.scale)
     if not scores:
-        return Expected()
+        return Recommendation(group, "")
     value, baseline = fmean(scores.values()), group.baseline.values
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = mean_interval(chosen.values.values(), group.scale, group.rounding)
@@ -144,11 +132,12 @@ def _expected(group: SettingGroup, chosen: Setting) -> Expected:
         interval = min(low, interval[0]), max(high, interval[1])
         if group.scale.is_proportion:
             interval = max(interval[0], 0.0), min(interval[1], 1.0)
-    return Expected(value, interval, fmean(differences) if differences else None)
+    difference = fmean(differences) if differences else None
+    return Recommendation(group, "", value=value, value_interval=interval, difference=difference)
 
 
-def _value(group: SettingGroup, chosen: Setting, expected: Expected) -> str:
-    interval = f" (95 % interval {range_text(group.scale, expected.interval)})" if expected.interval else ""
+def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> str:
+    interval = f" (95 % interval {range_text(group.scale, expected.value_interval)})" if expected.value_interval else ""
     return (
         f"Expect {value_text(group.scale, expected.value)}{interval}, corrected for choosing among {len(group.settings)} "
         f"settings; its mean is {value_text(group.scale, chosen.mean)}."
