@@ -30,6 +30,7 @@ PARTS = {
     "other_ms": ("everything else", "#c9c9c9", ".."),
 }
 STYLE = Path(__file__).with_name("plots.mplstyle")
+DASHES = ("-", "--", "-.", ":")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -113,6 +114,22 @@ def paint_intervals(axes: Axes, frame: pd.DataFrame, looks: Callable[[str], tupl
     axes.margins(y=0.6 / len(frame))
 
 
+def paint_xy(
+    axes: Axes,
+    points: pd.DataFrame,
+    middle: str,
+    dash: str,
+    marker: str,
+    line: str,
+    color: str,
+    label: str | None = None,
+) -> None:
+    """Draw the columns `x` and `y` as marks, and a line through the `middle` (mean or median) of each x."""
+    middles = points.groupby("x")["y"].agg(middle)
+    axes.plot(middles.index, middles, dash, color=line, linewidth=1.2, label=label)
+    axes.plot(points["x"], points["y"], marker, color=color, markersize=4.5, alpha=0.75)
+
+
 def short(label: str) -> str:
     """Cut a label to LONGEST_LABEL characters, so that the axes keep their room."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
@@ -157,9 +174,8 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     kept = frame[frame["series"].isin(["single", *best])]
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
         marker, color = LOOKS.get(runs["strategy"].iloc[0], OTHER)
-        medians = runs.groupby("devices")[SPEED].median()
-        axes.plot(medians.index, medians, ("-", "--", "-.", ":")[number % 4], color=color, linewidth=1.2, label=name)
-        axes.plot(runs["devices"], runs[SPEED], marker, color=color, markersize=4.5, alpha=0.75)
+        points = runs.rename(columns={"devices": "x", SPEED: "y"})
+        paint_xy(axes, points, "median", DASHES[number % 4], marker, color, color, str(name))
     flagged = kept[kept["flagged"]]
     if len(flagged):
         ring: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "label": "flagged"}

@@ -13,13 +13,23 @@ import pandas as pd
 from src.engine.analysis.settings import Setting, SettingGroup
 from src.engine.analysis.statistics import mean_interval
 from src.engine.report.collect import read_curve
-from src.engine.report.plots import INK, MOST_LINES, QUIET, Plot, height_of, paint_intervals, short, svg
+from src.engine.report.plots import (
+    DASHES,
+    INK,
+    MOST_LINES,
+    QUIET,
+    Plot,
+    height_of,
+    paint_intervals,
+    paint_xy,
+    short,
+    svg,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
-DASHES = ("-", "--", "-.", ":")
 MOST_SETTINGS = 20  # in one plot; of more, the best ones and the baseline, ranked
 MOST_STEPS = 100  # evaluations of a curve; longer ones are thinned
 MOST_CELLS = 100  # of a heat map
@@ -117,13 +127,12 @@ def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
 
 
 def _paint_line(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
-    means = frame.groupby("x")["value"].mean()
-    axes.plot(means.index, means, "-", color=INK, linewidth=1.2)
-    axes.plot(frame["x"], frame["value"], "o", color=COLORS[0], alpha=0.6, markersize=4.5)
+    paint_xy(axes, frame.rename(columns={"value": "y"}), "mean", "-", "o", INK, COLORS[0])
     if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
         axes.set_xscale("log")
         # Matplotlib's own labels are formulas, which the SVG would show as text.
-        axes.set_xticks(list(means.index), [f"{value:g}" for value in means.index])
+        ticks = sorted(frame["x"].unique())
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
         axes.minorticks_off()
     axes.set(xlabel=key, ylabel=name)
 
