@@ -60,6 +60,7 @@ ELSEWHERE = {
     r"make update": "test_update_replaces_the_engine_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
+    r"python scripts/maintain/simulate_sweeps\.py": "test_report_seldom_states_a_false_difference_on_simulated_sweeps",
     r"make size$": "test_count_statements_leaves_out_docstrings_and_counts_nested_statements",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
