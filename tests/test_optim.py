@@ -85,12 +85,15 @@ def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(opt
 
 
 def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
-    model = timm.create_model("test_vit")
-    optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        decays = parameter.ndim > 1 and name not in model.no_weight_decay()
-        assert decay[id(parameter)] == (0.1 if decays else 0.0), name
+    for model in (timm.create_model("test_resnet"), timm.create_model("test_vit")):
+        optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        excluded = getattr(model, "no_weight_decay", set)()
+        for name, parameter in model.named_parameters():
+            # A rule of your own may exclude embeddings and tokens too.
+            if "embed" not in name and "token" not in name:
+                decays = parameter.ndim > 1 and name not in excluded
+                assert decay[id(parameter)] == (0.1 if decays else 0.0), name
 
 
 def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:

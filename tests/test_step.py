@@ -54,7 +54,7 @@ def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
 def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_single(spread: str) -> None:
     config = resolved(*COMMON, *SPREADS[spread])
     expected = means_of_single(config)
-    assert [list(means) for means in expected] == [["loss", "acc"]] * 2
+    assert [{"loss", "acc"} <= set(means) for means in expected] == [True] * 2
     assert all(means["acc"] > 0 for means in expected), "accuracies of zero would match trivially"
     of_ranks = in_ranks(reported_means, 3, config) if spread == "ddp" else [reported_means(Ranks(), None, config)]
     for actual in of_ranks:
