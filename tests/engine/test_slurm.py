@@ -46,7 +46,9 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
 
 def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(jobs: Jobs, train: Train) -> None:
     """Both jobs get a warning signal at the same time, and then lose a node."""
-    folders = [jobs.submit("slow", *LONG), jobs.submit("fast", *LONG, "optim.lr=0.01")]
+    # Long enough that the first job still trains when the second one has started.
+    long = (*LONG, "train.epochs=120")
+    folders = [jobs.submit("slow", *long), jobs.submit("fast", *long, "optim.lr=0.01")]
     for folder in folders:
         jobs.wait_for_steps(folder)
     for folder in folders:
@@ -65,7 +67,7 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
         log = (folder / "logs" / "slurm.log").read_text()
         assert log.count("resumed from") == 2 and "stopped by SIGUSR1" in log, log
     for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
-        alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *LONG, override)
+        alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *long, override)
         assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
 
 
