@@ -103,16 +103,6 @@ def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(co
     plain.load_state_dict(contents["model"])
 
 
-def test_checkpoint_restore_ignores_an_obsolete_entry_in_the_saved_progress(
-    single: RunParts, contents: Contents, tmp_path: Path
-) -> None:
-    """Versions with train.on_nonfinite=skip saved the number of skipped steps."""
-    path = save(tmp_path, {**contents, "progress": {**contents["progress"], "skipped": 2}}, 7)
-    other = run_of("parallel=single", "seed=8").state
-    checkpoint.restore(other, single.strategy, checkpoint.load(path))
-    assert other.progress.step == 7
-
-
 def test_first_step_after_a_restore_is_the_first_counted_step(
     single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
