@@ -223,6 +223,7 @@ images_with_few_digests = st.lists(
         digest=st.sampled_from("abcd"),
     ),
     max_size=12,
+    unique_by=lambda image: (image.split, image.index),
 )
 
 

@@ -56,7 +56,10 @@ class Strategy:
             keep_freed_memory()
             watch_openmp_oversubscription(config.threads_per_device)
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} can use no CUDA device: {_why_no_cuda()}")
+            raise RuntimeError(
+                f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device ({_why_no_cuda()}); "
+                "fix that, or set parallel.accelerator=cpu"
+            )
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]
         if self.device.type == "cuda":
