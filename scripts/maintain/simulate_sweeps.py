@@ -68,7 +68,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the page about one simulated sweep says, held against the truth."""
+    """Statements of the page about one simulated sweep, compared with the truth."""
 
     named: bool  # a setting as better than the baseline
     falsely_named: bool
@@ -109,7 +109,8 @@ def judge(sweep: Sweep) -> Verdict:
     difference = covered = math.nan
     if named and lead.contrast is not None and lead.contrast.effect is not None:
         of_pair = of_page - true(group.baseline.label)
-        difference = sweep.sign * ((lead.difference or lead.contrast.effect) - of_pair) / sweep.error
+        stated_difference = lead.contrast.effect if lead.difference is None else lead.difference
+        difference = sweep.sign * (stated_difference - of_pair) / sweep.error
         covered = float(lead.contrast.interval[0] <= of_pair <= lead.contrast.interval[1])
     scale = sweep.sign / sweep.error
     value_covered = math.nan
@@ -266,8 +267,8 @@ def _accuracy(data: Array, labels: Array, train: Array, test: Array) -> float:
     means = [data[train][labels[train] == label].mean(axis=0) for label in (0, 1)]
     centered = data[train] - np.where(labels[train][:, None], means[1], means[0])
     weights = np.linalg.solve(centered.T @ centered, means[1] - means[0])
-    said = (data[test] - (means[0] + means[1]) / 2) @ weights > 0
-    return float((said == labels[test]).mean())
+    predicted = (data[test] - (means[0] + means[1]) / 2) @ weights > 0
+    return float((predicted == labels[test]).mean())
 
 
 def _one(size: int, place: int, value: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the report says about simulated sweeps over settings with known truth, see docs/report.md."""
+"""Error rate and bias of the report on simulated sweeps over settings with known truth, see docs/report.md."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What to know about the jobs before relying on the page, a sentence each."""
+        """Return sentences about the jobs that a reader must know before relying on the page."""
         notes = []
         for sweep in self.sweeps:
             left = sum(job.status in UNFINISHED for job in sweep.jobs)
