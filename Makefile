@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# A file stays on one worker, because its tests share trained runs, clusters and pairs of nodes. tests/conftest.py sets the
+# A file stays on one worker, because its tests share trained runs, clusters and pairs of nodes. timm_parallel/testing/fixtures.py sets the
 # order.
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
 # In a fork: leave out the tests of the library while it is that of the template's commit.
 OWN = $(shell test -f .template.json && \
-	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=tests/engine)
+	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=timm_parallel/tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare tune test test-fast test-all test-nightly check lint format lock schema update clean
@@ -28,7 +28,7 @@ compare: $(VENV)/runtime ## DP against DDP on this machine's GPUs, with a report
 tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, workers, threads and batch for a model here
 	$(BIN)/python train.py -m experiment=tune $(ARGS)
 
-test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of src/engine only if it was changed)
+test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of timm_parallel only if it was changed)
 	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)

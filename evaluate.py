@@ -18,9 +18,9 @@ import os
 import sys
 from pathlib import Path
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line
-from src.engine.machine.process import exit_process, kill_on_parent_exit
-from src.engine.machine.ranks import Ranks, ranks_from_environment
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line
+from timm_parallel.machine.process import exit_process, kill_on_parent_exit
+from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 
 
 @errors_in_one_line
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
     from src.data.check import check_data
-    from src.engine.config.evaluation import evaluation_config
+    from timm_parallel.config.evaluation import evaluation_config
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
@@ -56,11 +56,11 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     config = evaluation_config(given.run, overrides, ranks)
     check_data(config, None if given.run is None else given.split)
     if config.parallel.has_ranks and ranks is None:
-        from src.engine.launch.torchrun import start_as_ranks
+        from timm_parallel.launch.torchrun import start_as_ranks
 
         return start_as_ranks(config.parallel, __file__, arguments)
     from src.commands.evaluate import evaluate_config
-    from src.engine.launch.rendezvous import open_store
+    from timm_parallel.launch.rendezvous import open_store
 
     if ranks is not None:
         kill_on_parent_exit()

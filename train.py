@@ -1,7 +1,7 @@
 """Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
 
 Short on purpose: this file composes and checks the config once, before torch is imported. Then ranks start as separate
-processes and read the saved config of their run folder (src/engine/launch/). src/train/run.py does the training.
+processes and read the saved config of their run folder (timm_parallel/launch/). src/train/run.py does the training.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-from src.engine.machine.process import exit_process, keep_running_without_stdout
-from src.engine.machine.ranks import Ranks, ranks_from_environment, starter
-from src.engine.machine.secrets import hide, mask
-from src.engine.machine.signals import signal_handlers
 from src.train import run_training
+from timm_parallel.machine.process import exit_process, keep_running_without_stdout
+from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
+from timm_parallel.machine.secrets import hide, mask
+from timm_parallel.machine.signals import signal_handlers
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
-            from src.engine.launch.torchrun import run_follower
+            from timm_parallel.launch.torchrun import run_follower
 
             return run_follower(run_training, ranks)
         # A rank receives signals through the process that started it.
@@ -79,7 +79,7 @@ def _lead(ranks: Ranks | None) -> int:
         return (_sweep if arguments.multirun else _run)(arguments, ranks)
     except ValueError as error:
         if ranks is not None:
-            from src.engine.launch.torchrun import refuse_followers
+            from timm_parallel.launch.torchrun import refuse_followers
 
             refuse_followers(ranks, mask(str(error)))
         raise
@@ -88,7 +88,7 @@ def _lead(ranks: Ranks | None) -> int:
 def _parse(command_line: list[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
-    from src.engine.config.suggest import key_hint
+    from timm_parallel.config.suggest import key_hint
 
     def refuse(message: str) -> NoReturn:
         # torch.distributed.launch passes it to every script.
@@ -119,15 +119,15 @@ def _parse(command_line: list[str]) -> Any:
 def _run(arguments: Any, ranks: Ranks | None) -> int:
     """Compose and check the config, create or reopen the run folder, start the ranks (under torchrun: run rank 0)."""
     from src.data.check import check_batch, check_data
-    from src.engine.cluster.slurm import check_scheduler, submit
-    from src.engine.config.compose import run_in_hydra
-    from src.engine.config.resolve import notices, resolve
-    from src.engine.launch.job import record_interruption, run_job
-    from src.engine.launch.resume import check_resumable, compose_run, folder_to_resume, records_of, restore_records
-    from src.engine.launch.torchrun import negotiate, remembered_folder, run_rank_zero
-    from src.engine.machine.files import claim_folder
-    from src.engine.machine.lock import lock_folder
-    from src.engine.record.console import print_config
+    from timm_parallel.cluster.slurm import check_scheduler, submit
+    from timm_parallel.config.compose import run_in_hydra
+    from timm_parallel.config.resolve import notices, resolve
+    from timm_parallel.launch.job import record_interruption, run_job
+    from timm_parallel.launch.resume import check_resumable, compose_run, folder_to_resume, records_of, restore_records
+    from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
+    from timm_parallel.machine.files import claim_folder
+    from timm_parallel.machine.lock import lock_folder
+    from timm_parallel.record.console import print_config
 
     remembered = remembered_folder(ranks)
     command = compose_run(arguments, remembered)
@@ -172,7 +172,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
 def _sweep(arguments: Any, ranks: Ranks | None) -> int:
     """Run a sweep (--multirun): compose all jobs first, then run each in separate processes."""
     from src.data.check import check_data, training_size
-    from src.engine.multirun import run_multirun
+    from timm_parallel.lab.multirun import run_multirun
 
     if ranks is not None:
         raise ValueError(f"--multirun: a sweep starts its own ranks; run python train.py -m … without {starter()}")
@@ -183,7 +183,7 @@ def _show_with_hydra(arguments: Any) -> int:
     """Let Hydra print --help, --cfg, --info or shell completion."""
     import hydra
 
-    from src.engine.config.compose import check_package, compose_command, store_schema
+    from timm_parallel.config.compose import check_package, compose_command, store_schema
 
     chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line
 
 
 @errors_in_one_line
@@ -32,11 +32,11 @@ def main(argv: list[str]) -> int:
 
     from src.data.check import check_data
     from src.data.datasets import build_dataset
-    from src.engine.config.arguments import parse_command_line
-    from src.engine.config.compose import compose_command
-    from src.engine.data.csv_listing import groups_of
-    from src.engine.data.image_check import check_images, show, write_page
-    from src.engine.machine.files import write_json
+    from timm_parallel.config.arguments import parse_command_line
+    from timm_parallel.config.compose import compose_command
+    from timm_parallel.data.csv_listing import groups_of
+    from timm_parallel.lab.image_check import check_images, show, write_page
+    from timm_parallel.machine.files import write_json
 
     config = compose_command(parse_command_line(arguments.overrides)).config
     is_csv, multilabel = config.data.name == "csv", config.train.task == "multilabel"

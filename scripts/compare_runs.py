@@ -13,8 +13,8 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line, number
-from src.engine.record.curves import compare
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
+from timm_parallel.record.curves import compare
 
 
 @errors_in_one_line

@@ -19,8 +19,8 @@ def main(argv: list[str]) -> int:
         print(f"Python {sys.version.split()[0]}: too old; make PYTHON=python3.12 VENV=.venv312 doctor", file=sys.stderr)
         return 1
     try:
-        from src.engine.config.arguments import CommandLine, errors_in_one_line
-        from src.engine.doctor.examine import examine
+        from timm_parallel.config.arguments import CommandLine, errors_in_one_line
+        from timm_parallel.lab.doctor.examine import examine
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed: make doctor, or pip install -r requirements.txt", file=sys.stderr)
         return 1

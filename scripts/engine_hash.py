@@ -1,4 +1,4 @@
-"""Print a hash of the library: the names and contents of src/engine and tests/engine, without files that git ignores.
+"""Print a hash of the library: the names and contents of timm_parallel, without files that git ignores.
 
 `make test` of a fork compares it with .template.json, and leaves the library's tests out if it is the template's.
 """
@@ -9,7 +9,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-LIBRARY = ("src/engine", "tests/engine")
+LIBRARY = ("timm_parallel",)
 
 
 def engine_hash(root: Path) -> str:

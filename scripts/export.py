@@ -19,8 +19,8 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line
-from src.engine.machine.secrets import mask
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line
+from timm_parallel.machine.secrets import mask
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 

@@ -15,7 +15,7 @@ from typing import Any
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, counts, errors_in_one_line, number
+from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_line, number
 
 
 @errors_in_one_line
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_intermixed_args(argv)
-    from src.engine.forecast.model import COUNTS
-    from src.engine.forecast.table import as_text, forecast_sweep
+    from timm_parallel.lab.forecast.model import COUNTS
+    from timm_parallel.lab.forecast.table import as_text, forecast_sweep
 
     answers = forecast_sweep(arguments.folder, counts=arguments.devices or COUNTS, **link(arguments))
     print(json.dumps(answers, indent=2, default=asdict) if arguments.json else "\n".join(as_text(answers)))

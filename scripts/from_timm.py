@@ -19,10 +19,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line, parse_command_line
-from src.engine.config.compose import CONF, compose_command
-from src.engine.keys import leaves
 from src.schema import Config
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
+from timm_parallel.config.compose import CONF, compose_command
+from timm_parallel.keys import leaves
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}  # by older versions of train.py

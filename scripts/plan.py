@@ -14,7 +14,7 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, counts, errors_in_one_line, number
+from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_line, number
 
 
 @errors_in_one_line
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={images}: needs classes too, e.g. classes=1000")
 
     from src.commands.plan import plan
-    from src.engine.forecast.plan import show
+    from timm_parallel.lab.forecast.plan import show
 
     plans = plan(arguments.overrides, arguments.devices, None if images is None else (images, classes))
     if arguments.json:

@@ -14,10 +14,10 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.arguments import CommandLine, errors_in_one_line, number
-from src.engine.machine.process import exit_process
-from src.engine.machine.ranks import Ranks, ranks_from_environment
 from src.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, ResolvedParallel
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
+from timm_parallel.machine.process import exit_process
+from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 
 
 @errors_in_one_line
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     ranks = ranks_from_environment(os.environ)
     parallel = _resolved(given, ranks)
     if parallel.has_ranks and ranks is None:
-        from src.engine.launch.torchrun import start_as_ranks
+        from timm_parallel.launch.torchrun import start_as_ranks
 
         return start_as_ranks(parallel, __file__, argv)
     _predict(given, parallel, ranks)
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
 
 def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParallel:
     """Resolve the strategy and the number of devices for this machine, or for the ranks that torchrun started."""
-    from src.engine.config.resolve import resolve
-    from src.engine.config.validate import check_combination
+    from timm_parallel.config.resolve import resolve
+    from timm_parallel.config.validate import check_combination
 
     parallel = ParallelConfig(strategy=given.parallel, devices=given.devices)
     # Only the keys of devices matter. val/loss exists in every project, unlike the default val/acc.
@@ -71,10 +71,10 @@ def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParalle
 
 def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks | None) -> None:
     from src.commands.predict import PredictionRequest, predict
-    from src.engine.launch.rendezvous import open_store
-    from src.engine.machine.process import kill_on_parent_exit
-    from src.engine.machine.text import plural
-    from src.engine.runtime.predictions import write_predictions
+    from timm_parallel.launch.rendezvous import open_store
+    from timm_parallel.machine.process import kill_on_parent_exit
+    from timm_parallel.machine.text import plural
+    from timm_parallel.runtime.predictions import write_predictions
 
     started = time.monotonic()
     request = PredictionRequest(

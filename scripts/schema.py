@@ -19,9 +19,9 @@ from typing import Any
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.engine.config.compose import CONF
-from src.engine.keys import leaves
 from src.schema import Config
+from timm_parallel.config.compose import CONF
+from timm_parallel.keys import leaves
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 # ${other.key}, or ??? for a value that the command line must give.

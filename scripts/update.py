@@ -1,6 +1,6 @@
 """Take a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
 
-Replaces src/engine and tests/engine, merges all other files with yours, runs the tests and stages the result. A conflict or
+Replaces timm_parallel, merges all other files with yours, runs the tests and stages the result. A conflict or
 a failed test leaves the fork as it was. It does not commit.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 RECORD = ".template.json"
 # Folders that a fork takes from the template without merging.
-ENGINE = ("src/engine", "tests/engine")
+ENGINE = ("timm_parallel",)
 MAKE_FORK = "scripts/maintain/fork.py"
 
 

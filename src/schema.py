@@ -1,6 +1,6 @@
 """Every key that a fork may edit, with its type, default, bounds and help. The YAML under `conf/` is merged into `Config`.
 
-Keys of the launcher, sweeps, searches and trackers are in src/engine/keys.py. train.py rejects an undeclared key, wherever it
+Keys of the launcher, sweeps, searches and trackers are in timm_parallel/keys.py. train.py rejects an undeclared key, wherever it
 is set: `python train.py modle=resnet18`. Free dictionaries appear only where a third-party constructor reads them (`kwargs`).
 `make schema` writes docs/keys.md and conf/schema.json.
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.engine.errors import ONE_DEVICE, Problem
-from src.engine.keys import (
+from timm_parallel.errors import ONE_DEVICE, Problem
+from timm_parallel.keys import (
     ClusterConfig,
     PathsConfig,
     SearchConfig,
@@ -30,8 +30,8 @@ from src.engine.keys import (
     key,
     number,
 )
-from src.engine.machine.text import yaml_text
-from src.engine.metric import Metric
+from timm_parallel.machine.text import yaml_text
+from timm_parallel.metric import Metric
 
 # Built-in strategies and datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
 STRATEGIES = {

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs import read_lines, resolved
-from ranks import in_ranks, run_warm
-from src.engine.machine.ranks import Ranks
-from src.engine.record.result import read_result
-from src.engine.runtime import checkpoint
 from src.schema import ResolvedConfig
 from src.train.run import Trainer
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime import checkpoint
+from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.ranks import in_ranks, run_warm
 
 SPREADS = {
     "dp2": ("parallel=dp", "parallel.devices=2"),

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import evaluate as entry
-from commands import ROOT, Finished
-from configs import evaluate_batches, resolved
-from ranks import run_warm
 from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
-from src.engine.config.compose import save_config
-from src.engine.config.evaluation import evaluation_config
-from src.engine.data.loader import Loader
-from src.engine.machine.ranks import Ranks
-from src.engine.record.result import read_result
 from src.parallel import build_strategy
 from src.parallel.single import Single
 from src.schema import ParallelConfig, ResolvedParallel
 from src.train.build import EvaluationParts
 from src.train.losses import LOSSES
+from timm_parallel.config.compose import save_config
+from timm_parallel.config.evaluation import evaluation_config
+from timm_parallel.data.loader import Loader
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.commands import ROOT, Finished
+from timm_parallel.testing.configs import evaluate_batches, resolved
+from timm_parallel.testing.ranks import run_warm
 
 
 def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from configs import resolved
-from ranks import train_warm
 from src.models.freeze import freeze, frozen_modules
 from src.train.optim import build_optimizer, build_schedule
 from src.train.step import TrainStep
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import train_warm
 
 SMALL = (
     "model=resnet18",

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 import train as entry
-from ranks import run_warm
 from src.data.check import check_data
-from src.engine.record.result import read_result
 from src.schema import Config, DataConfig
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.ranks import run_warm
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
@@ -157,7 +157,7 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
     ]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
     started: list[bool] = []
-    monkeypatch.setattr("src.engine.launch.job.run_job", lambda *_: started.append(True) or 0)
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda *_: started.append(True) or 0)
     command = [word.format(root=tmp_path) for word in words]
     monkeypatch.setattr(
         sys, "argv", ["train.py", "model=tiny", "parallel=single", f"hydra.run.dir={tmp_path / 'run'}", *command]

@@ -19,19 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from configs import read_lines, resolved
-from ranks import in_ranks
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
-from src.engine.errors import NotFiniteError
-from src.engine.launch.job import prepare
-from src.engine.machine.ranks import Ranks
-from src.engine.machine.signals import Stopped
-from src.engine.parallel.ddp_timing import has_only_batch_norm_buffers
-from src.engine.record.result import read_result
-from src.engine.runtime import checkpoint
-from src.engine.runtime.optimizer_state import check_is_complete
-from src.engine.runtime.replica_checks import parameters_hash
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
 from src.schema import ParallelConfig, ResolvedConfig
@@ -40,6 +29,17 @@ from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.run import Trainer
 from src.train.step import TrainStep
+from timm_parallel.errors import NotFiniteError
+from timm_parallel.launch.job import prepare
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped
+from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime.optimizer_state import check_is_complete
+from timm_parallel.runtime.replica_checks import parameters_hash
+from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.ranks import in_ranks
 
 STEPS = 8  # in 2 epochs
 SETTINGS = (

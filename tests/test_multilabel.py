@@ -19,12 +19,12 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 import evaluate as entry
-from configs import resolved
-from ranks import run_warm
-from src.engine.record.result import read_result
 from src.schema import AugmentConfig, TrainConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import run_warm
 
 LABELS = ("beach", "night", "people")
 SMALL = (

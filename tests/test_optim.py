@@ -9,10 +9,10 @@ import timm.optim
 import torch
 from torch import nn
 
-from configs import resolved
-from src.engine.config.suggest import timm_optimizers
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
+from timm_parallel.config.suggest import timm_optimizers
+from timm_parallel.testing.configs import resolved
 
 HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
     *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),

@@ -17,12 +17,12 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 import train
-from ranks import warm_ranks
-from src.engine.config.compose import compose_command, load_config
-from src.engine.launch import job
-from src.engine.machine.files import claim_folder
-from src.engine.machine.ranks import NEEDED
-from src.engine.sweep.points import expand
+from timm_parallel.config.compose import compose_command, load_config
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.launch import job
+from timm_parallel.machine.files import claim_folder
+from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.testing.ranks import warm_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = sorted(

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as entry
-from configs import resolved
-from ranks import run_warm
 from src.data.check import check_data, training_size
 from src.data.datasets import build_dataset
-from src.engine.data.csv_listing import path_key
-from src.engine.data.dataset import data_fingerprints
-from src.engine.data.fractions import split_of
-from src.engine.record.result import read_result
 from src.schema import Config, DataConfig, TrainConfig
+from timm_parallel.data.csv_listing import path_key
+from timm_parallel.data.dataset import data_fingerprints
+from timm_parallel.data.fractions import split_of
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import run_warm
 
 CLASSES = ("daisy", "rose", "tulip")
 SMALL = ("data.image_size=16", "data.batch_size=8", "data.limit_train=null", "data.workers=0", "train.epochs=1")

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from configs import TINY, resolved
-from ranks import run_warm
 from scripts import plan as plan_script
 from src.commands.plan import plan
-from src.engine.forecast.plan import Plan
-from src.engine.machine.ranks import Ranks
-from src.engine.runtime import checkpoint
-from src.engine.runtime.flops import count_flops
 from src.parallel import build_strategy
 from src.train.build import RunParts
+from timm_parallel.lab.forecast.plan import Plan
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime.flops import count_flops
+from timm_parallel.testing.configs import TINY, resolved
+from timm_parallel.testing.ranks import run_warm
 
 ROOT = Path(__file__).parents[1]
 LARGE = (

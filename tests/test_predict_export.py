@@ -19,18 +19,18 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from commands import Finished, Train
-from ranks import in_ranks, run_warm
 from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export, hub
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
-from src.engine.machine.ranks import NEEDED, Ranks
-from src.engine.record.result import Result, write_result
-from src.engine.runtime.predictions import Prediction
 from src.schema import DataConfig, ResolvedParallel
+from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.runtime.predictions import Prediction
+from timm_parallel.testing.commands import Finished, Train
+from timm_parallel.testing.ranks import in_ranks, run_warm
 
 CPU = torch.device("cpu")
 
@@ -129,9 +129,9 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
     for name, value in (("NUM_TASKS", "2"), ("NUM_NODES", "1"), ("TASKS_PER_NODE", "2")):
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     given: list[Ranks] = []
-    monkeypatch.setattr("src.engine.machine.process.kill_on_parent_exit", lambda: None)
-    monkeypatch.setattr("src.engine.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks"))
-    monkeypatch.setattr("src.engine.launch.rendezvous.open_store", lambda ranks: None)
+    monkeypatch.setattr("timm_parallel.machine.process.kill_on_parent_exit", lambda: None)
+    monkeypatch.setattr("timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr("timm_parallel.launch.rendezvous.open_store", lambda ranks: None)
     monkeypatch.setattr("src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or [])
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0

@@ -10,10 +10,10 @@ import pytest
 from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
-from commands import ROOT
 from scripts.schema import files
-from src.engine.keys import leaves
 from src.schema import Config
+from timm_parallel.keys import leaves
+from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from configs import resolved
-from ranks import in_ranks
-from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
 from src.train.step import TrainStep
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import in_ranks
 
 # Three steps; the first report is of two, the second of the epoch's last one. The model has no BatchNorm.
 COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")

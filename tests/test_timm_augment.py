@@ -24,13 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from configs import resolved
 from src.data.erasing import Erasing
 from src.data.transforms import CropAndFlip, batch_step, train_transform
-from src.engine.data.dataset import InMemory
-from src.engine.data.samplers import seed_draws
-from src.engine.data.seeds import seed_for, seeds_for
-from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.train.build import RunParts
@@ -38,6 +33,11 @@ from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.mixing import Mixing
 from src.train.optim import build_schedule, clip_adaptively
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.samplers import seed_draws
+from timm_parallel.data.seeds import seed_for, seeds_for
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.configs import resolved
 
 SIZE = 48
 

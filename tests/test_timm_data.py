@@ -15,16 +15,16 @@ import torch
 import torchvision
 from PIL import Image
 
-from configs import resolved
-from ranks import in_ranks
 from src.data.datasets import build_dataset
 from src.data.transforms import train_transform
-from src.engine.data.samplers import IndexBatch
-from src.engine.errors import UnreadableImageError
-from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.schema import Config, as_resolved
 from src.train.build import EvaluationParts, RunParts
+from timm_parallel.data.samplers import IndexBatch
+from timm_parallel.errors import UnreadableImageError
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import in_ranks
 
 CLASSES = ("cat", "dog")
 

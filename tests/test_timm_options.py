@@ -20,19 +20,19 @@ from timm.data import create_transform
 from torch import nn
 from torchvision.transforms import v2
 
-from configs import parse, resolved
-from ranks import in_ranks
 from src.data.datasets import build_dataset
 from src.data.transforms import Preprocessing, evaluation_transform
-from src.engine.config.compose import compose_command
-from src.engine.machine.ranks import Ranks
-from src.engine.runtime.replica_checks import parameters_hash
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.parallel import build_strategy
 from src.schema import DataConfig, ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
+from timm_parallel.config.compose import compose_command
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.runtime.replica_checks import parameters_hash
+from timm_parallel.testing.configs import parse, resolved
+from timm_parallel.testing.ranks import in_ranks
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
-from commands import Finished
-from configs import resolved
-from src.engine.machine.ranks import Ranks
 from src.models.build import build_model
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ModelConfig
 from src.train.build import EvaluationParts
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.configs import resolved
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 DIGITS = [str(digit) for digit in range(10)]

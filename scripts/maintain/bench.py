@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain.bench_measures import SELDOM, Figures, Measure, Round, call, derive, measures, parts
-from src.engine.machine import hardware
-from src.engine.machine.files import claim_folder, write_json
+from timm_parallel.machine import hardware
+from timm_parallel.machine.files import claim_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

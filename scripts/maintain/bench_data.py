@@ -69,10 +69,10 @@ def _our_loader(folder: Path, workers: int) -> Any:
 
     from src.data.datasets import build_dataset
     from src.data.transforms import train_transform
-    from src.engine.data.loader import BatchFetcher, TrainLoader
-    from src.engine.data.prefetch import DevicePrefetcher
-    from src.engine.data.samplers import TrainSampler
     from src.schema import AugmentConfig, DataConfig
+    from timm_parallel.data.loader import BatchFetcher, TrainLoader
+    from timm_parallel.data.prefetch import DevicePrefetcher
+    from timm_parallel.data.samplers import TrainSampler
 
     split = build_dataset(DataConfig(name="folder", root=str(folder))).train
     transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
@@ -108,7 +108,7 @@ def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) ->
 def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     import torch
 
-    from src.engine.machine.process import keep_freed_memory
+    from timm_parallel.machine.process import keep_freed_memory
 
     torch.set_num_threads(1)
     # As in a run on a CPU.

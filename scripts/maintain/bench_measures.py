@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.engine.record.result import read_metrics, read_result
+from timm_parallel.record.result import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 # Measured in every third round only, so that all rounds take less than ten minutes.

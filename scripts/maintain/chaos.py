@@ -26,8 +26,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain.chaos_faults import KINDS, Life
-from src.engine.machine.files import claim_folder, write_json
-from src.engine.record.result import read_metrics, read_result
+from timm_parallel.machine.files import claim_folder, write_json
+from timm_parallel.record.result import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (

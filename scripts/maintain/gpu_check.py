@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain import gpu_runs, gpu_speed
 from scripts.maintain.gpu_rows import ROOT, SIMULATED, Part, Row, tests
-from src.engine.machine import hardware
-from src.engine.machine.files import claim_folder, write_text
-from src.engine.machine.process import terminate_descendants
+from timm_parallel.machine import hardware
+from timm_parallel.machine.files import claim_folder, write_text
+from timm_parallel.machine.process import terminate_descendants
 
 # For the parts of one GPU, without FULL=1.
 SECONDS = 520.0
@@ -41,8 +41,12 @@ NEEDED = (
 )
 RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
 # The matrix products behind which a copy hides take minutes on simulated devices.
-WAITS = ("tests/engine/test_speed.py",) if SIMULATED else ("tests/engine/test_speed.py", "tests/engine/test_feed.py")
-ON_DEVICE = ("tests/engine/test_gpu.py", "tests/engine/test_gpu_faults.py")
+WAITS = (
+    ("timm_parallel/tests/test_speed.py",)
+    if SIMULATED
+    else ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
+)
+ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
 # What tells most comes first.
 PARTS = (
     Part("machine", 15, gpu_runs.topology),

@@ -19,13 +19,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from src.engine.config.arguments import parse_command_line
-from src.engine.config.compose import compose_command
-from src.engine.config.resolve import resolve
-from src.engine.machine.ranks import Ranks
 from src.parallel import build_strategy
 from src.train.build import RunParts
 from src.train.loop import train_epoch
+from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.compose import compose_command
+from timm_parallel.config.resolve import resolve
+from timm_parallel.machine.ranks import Ranks
 
 WARM_UP, STEPS = 5, 20
 

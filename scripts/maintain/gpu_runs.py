@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 from scripts.maintain.gpu_rows import ROOT, SIMULATED, Check, Clock, Row, Run, near, python, same, scratch, tests, train
-from src.engine.machine import hardware
-from src.engine.record.result import read_metrics
+from timm_parallel.machine import hardware
+from timm_parallel.record.result import read_metrics
 
 STEPS = 6
 SHORT = (f"train.max_steps={STEPS}", "train.log_every=1", "data.batch_size=48", "optim.warmup_epochs=0")
-FAULTY = ROOT / "tests" / "engine" / "promises" / "faulty"
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # A batch that no GPU can hold.
 HUGE = 8192
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -328,4 +328,4 @@ def compare_strategies(seconds: float) -> list[Row]:
         ]
 
 
-SYNC_BN = tests("tests/engine/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")
+SYNC_BN = tests("timm_parallel/tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from scripts.maintain.bench_data import make
 from scripts.maintain.bench_measures import Figures, Training
 from scripts.maintain.gpu_rows import SIMULATED, Check, Clock, Row, python, scratch, train
-from src.engine.machine import hardware
+from timm_parallel.machine import hardware
 
 # Dense, from NVIDIA's data sheets.
 PEAK_BF16 = {

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from scripts.maintain.gpu_profile import prepare
-from src.engine.runtime.determinism import use_deterministic_algorithms
 from src.train.loop import train_epoch
+from timm_parallel.runtime.determinism import use_deterministic_algorithms
 
 STEPS = 2
 

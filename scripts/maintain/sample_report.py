@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "engine"))
 
-from report_sweeps import Sweep
-from src.engine.report.report import write_report
+from timm_parallel.lab.report.report import write_report
+from timm_parallel.testing.report_sweeps import Sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE, CPU = "invented GPU", "invented CPU (a sample: no machine measured these figures)"

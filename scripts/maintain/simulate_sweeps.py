@@ -20,9 +20,9 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from src.engine.analysis.runs import RunRecord
-from src.engine.analysis.setting_lead import recommend_setting
-from src.engine.analysis.settings import setting_groups
+from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.setting_lead import recommend_setting
+from timm_parallel.lab.analysis.settings import setting_groups
 
 Array = np.ndarray
 MISSING, FAILED, DIVERGED = "waiting", "failed", "not_finite"

@@ -13,18 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
-from src.engine.data.folder import class_difference
-from src.engine.data.loader import Loader
-from src.engine.machine.files import write_text
-from src.engine.machine.ranks import Ranks
-from src.engine.metric import Metric
-from src.engine.parallel.strategy import Strategy
-from src.engine.runtime import checkpoint
-from src.engine.runtime.determinism import use_deterministic_algorithms
-from src.engine.runtime.evaluation import Evaluation, evaluate
-from src.engine.runtime.predictions import calibration_error, count_by_confidence, prediction_table
-from src.engine.runtime.replica_checks import measured_world_size
-from src.engine.runtime.weights import preprocessing_of
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
@@ -32,6 +20,18 @@ from src.train.build import EvaluationParts
 from src.train.losses import find_loss
 from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
+from timm_parallel.data.folder import class_difference
+from timm_parallel.data.loader import Loader
+from timm_parallel.machine.files import write_text
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.metric import Metric
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime.determinism import use_deterministic_algorithms
+from timm_parallel.runtime.evaluation import Evaluation, evaluate
+from timm_parallel.runtime.predictions import calibration_error, count_by_confidence, prediction_table
+from timm_parallel.runtime.replica_checks import measured_world_size
+from timm_parallel.runtime.weights import preprocessing_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -11,10 +11,10 @@ import timm
 
 from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
-from src.engine.machine.files import write_json, write_text
-from src.engine.record.environment import read_environment
-from src.engine.record.result import Result, read_metrics, read_result
 from src.train.metrics import metrics_of
+from timm_parallel.machine.files import write_json, write_text
+from timm_parallel.record.environment import read_environment
+from timm_parallel.record.result import Result, read_metrics, read_result
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from src.data.transforms import Preprocessing
-from src.engine.config.compose import load_config
-from src.engine.runtime import checkpoint
 from src.models.build import build_model
 from src.schema import ResolvedConfig
+from timm_parallel.config.compose import load_config
+from timm_parallel.runtime import checkpoint
 
 
 @dataclass

@@ -15,17 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from src.data.check import check_data
 from src.data.datasets import build_dataset
-from src.engine.config.arguments import parse_command_line
-from src.engine.config.compose import compose_command
-from src.engine.config.resolve import resolve
-from src.engine.config.validate import check_combination
-from src.engine.data.dataset import ImageDataset, Sizes
-from src.engine.data.samplers import TrainSampler
-from src.engine.forecast.plan import Bytes, Plan
-from src.engine.parallel.blocks import blocks_of
-from src.engine.runtime.banner import count_parameters
-from src.engine.runtime.flops import flop_counter, saved_for_backward
-from src.engine.runtime.progress import count_steps
 from src.models.build import build_model
 from src.models.freeze import freeze, groups_of
 from src.models.preprocessing import train_image_size
@@ -33,6 +22,17 @@ from src.schema import Config, ResolvedConfig
 from src.train.losses import build_criterion
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
+from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.compose import compose_command
+from timm_parallel.config.resolve import resolve
+from timm_parallel.config.validate import check_combination
+from timm_parallel.data.dataset import ImageDataset, Sizes
+from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.lab.forecast.plan import Bytes, Plan
+from timm_parallel.parallel.blocks import blocks_of
+from timm_parallel.runtime.banner import count_parameters
+from timm_parallel.runtime.flops import flop_counter, saved_for_backward
+from timm_parallel.runtime.progress import count_steps
 
 SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
 ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"

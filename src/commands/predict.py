@@ -16,18 +16,18 @@ from torch import Tensor
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import evaluation_transform
-from src.engine.data.decode import Files
-from src.engine.data.folder import image_files
-from src.engine.data.loader import BatchFetcher, Loader, num_workers
-from src.engine.data.prefetch import DevicePrefetcher
-from src.engine.data.samplers import EvalSampler
-from src.engine.machine.ranks import Ranks
-from src.engine.parallel.strategy import Strategy
-from src.engine.runtime.predictions import Prediction
 from src.parallel import build_strategy
 from src.schema import DataConfig, ResolvedParallel
 from src.train.losses import find_loss
 from src.train.step import AUTOCAST, Autocast
+from timm_parallel.data.decode import Files
+from timm_parallel.data.folder import image_files
+from timm_parallel.data.loader import BatchFetcher, Loader, num_workers
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import EvalSampler
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime.predictions import Prediction
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from src.engine.data.csv_listing import check_csv, count_training
-from src.engine.data.folder import check_folder, training_files
-from src.engine.data.fractions import batches_per_epoch
 from src.schema import MADE_IN_MEMORY, Config, DataConfig, ResolvedConfig
+from timm_parallel.data.csv_listing import check_csv, count_training
+from timm_parallel.data.folder import check_folder, training_files
+from timm_parallel.data.fractions import batches_per_epoch
 
 
 def check_data(config: Config, evaluated: str | None = None) -> None:

@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from src.engine.data.csv_listing import list_csv
-from src.engine.data.dataset import ImageDataset, InMemory
-from src.engine.data.decode import files_of
-from src.engine.data.folder import list_folder
-from src.engine.errors import refuse_wrong_arguments
-from src.engine.machine.process import import_class
 from src.schema import DATASETS, DataConfig, is_timm_dataset
+from timm_parallel.data.csv_listing import list_csv
+from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.decode import files_of
+from timm_parallel.data.folder import list_folder
+from timm_parallel.errors import refuse_wrong_arguments
+from timm_parallel.machine.process import import_class
 
 
 class Digits(ImageDataset):

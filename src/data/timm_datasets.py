@@ -9,10 +9,10 @@ import torch
 from timm.data import create_dataset
 from torch import Tensor
 
-from src.engine.data.dataset import ImageDataset, InMemory, Sample
-from src.engine.data.decode import decode, decode_file, from_pil
-from src.engine.data.tar_index import read_splits
 from src.schema import DataConfig
+from timm_parallel.data.dataset import ImageDataset, InMemory, Sample
+from timm_parallel.data.decode import decode, decode_file, from_pil
+from timm_parallel.data.tar_index import read_splits
 
 
 class TimmImages(ImageDataset):

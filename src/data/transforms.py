@@ -15,8 +15,8 @@ from timm.data.transforms import CenterCropOrPad, RandomCropOrPad, ResizeKeepRat
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from src.engine.data.dataset import InMemory
 from src.schema import AugmentConfig
+from timm_parallel.data.dataset import InMemory
 
 Transform = Callable[[Tensor], Tensor]
 BLUR = 23  # pixels, timm's kernel

@@ -11,11 +11,11 @@ from timm.layers import convert_sync_batchnorm
 from timm.models import _builder
 from torch import nn
 
-from src.engine.errors import refuse_wrong_arguments
-from src.engine.keys import is_own_class
-from src.engine.machine.process import import_class
-from src.engine.runtime.model_checks import skip_unreachable_hub
 from src.schema import ModelConfig
+from timm_parallel.errors import refuse_wrong_arguments
+from timm_parallel.keys import is_own_class
+from timm_parallel.machine.process import import_class
+from timm_parallel.runtime.model_checks import skip_unreachable_hub
 
 
 def build_model(

@@ -9,8 +9,8 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from src.data.transforms import Preprocessing
-from src.engine.data.dataset import ImageDataset, InMemory
 from src.schema import DataConfig
+from timm_parallel.data.dataset import ImageDataset, InMemory
 
 
 def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from timm.models import adapt_input_conv, clean_state_dict, get_model_traits, load_state_dict
 from torch import Tensor, nn
 
-from src.engine.runtime.weights import fill_model, read_weights
 from src.models.freeze import head_names
+from timm_parallel.runtime.weights import fill_model, read_weights
 
 # Names that Lightning modules commonly give their model: of Lightning's documentation, and of lightning-hydra-template.
 LIGHTNING_PREFIXES = ("model.", "net.")

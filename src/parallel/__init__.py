@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from src.engine.machine.process import import_class
 from src.schema import STRATEGIES, ResolvedParallel
+from timm_parallel.machine.process import import_class
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from src.engine.machine.ranks import Ranks
-    from src.engine.parallel.strategy import Strategy
+    from timm_parallel.machine.ranks import Ranks
+    from timm_parallel.parallel.strategy import Strategy
 
 
 def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) -> Strategy:
     """Build the strategy of a resolved config: set up its devices and join its process group."""
-    from src.engine.parallel.strategy import Strategy
+    from timm_parallel.parallel.strategy import Strategy
 
     strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):

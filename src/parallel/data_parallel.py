@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from src.engine.machine.ranks import Ranks
-from src.engine.parallel.communication import Communication, UnmeasuredCommunication
-from src.engine.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
-from src.engine.parallel.strategy import Strategy
-from src.engine.parallel.threaded_data_parallel import ThreadedDataParallel
 from src.schema import ResolvedParallel
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
+from timm_parallel.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from src.engine.machine.ranks import Ranks
-from src.engine.parallel.communication import Communication
-from src.engine.parallel.ddp_timing import (
+from src.schema import strategy_options
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.communication import Communication
+from timm_parallel.parallel.ddp_timing import (
     DdpCommunication,
     TimedDistributedDataParallel,
     has_only_batch_norm_buffers,
 )
-from src.engine.parallel.strategy import Strategy
-from src.schema import strategy_options
+from timm_parallel.parallel.strategy import Strategy
 
 
 class Distributed(Strategy):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from src.engine.parallel import shards
-from src.engine.parallel.blocks import blocks_of, vector_layers
-from src.engine.parallel.communication import Communication, UnmeasuredCommunication
-from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.strategy import own_parameters
 from src.models.freeze import groups_of
 from src.parallel.distributed import Distributed
+from timm_parallel.parallel import shards
+from timm_parallel.parallel.blocks import blocks_of, vector_layers
+from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
+from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.strategy import own_parameters
 
 
 class FullySharded(Distributed):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from src.engine.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Strategy
 
 
 class Single(Strategy):

@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.engine.machine.process import imports_without_gc
-from src.engine.machine.ranks import Ranks
 from src.schema import ResolvedConfig
+from timm_parallel.machine.process import imports_without_gc
+from timm_parallel.machine.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store

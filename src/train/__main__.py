@@ -6,10 +6,10 @@
 import sys
 from pathlib import Path
 
-from src.engine.launch.fork_server import serve
-from src.engine.launch.rank import main
-from src.engine.machine.process import exit_process, keep_running_without_stdout
 from src.train import preload, run_training
+from timm_parallel.launch.fork_server import serve
+from timm_parallel.launch.rank import main
+from timm_parallel.machine.process import exit_process, keep_running_without_stdout
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":

@@ -11,21 +11,6 @@ import torch
 from src.data.datasets import build_dataset
 from src.data.erasing import Erasing
 from src.data.transforms import batch_step, evaluation_transform, train_transform
-from src.engine.config.validate import refuse
-from src.engine.data.dataset import rows_of, train_labels
-from src.engine.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
-from src.engine.data.prefetch import DevicePrefetcher
-from src.engine.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
-from src.engine.parallel.lockstep import Lockstep
-from src.engine.parallel.strategy import Strategy
-from src.engine.runtime.flops import count_flops
-from src.engine.runtime.interfaces import BuiltRun, TrainState
-from src.engine.runtime.model_checks import check_image_size, check_sharded_model, compile_model
-from src.engine.runtime.optimizer_state import check_is_complete
-from src.engine.runtime.progress import count_steps
-from src.engine.runtime.replica_checks import check_same_data
-from src.engine.runtime.step_profiler import build_hooks
-from src.engine.runtime.weights import preprocessing_of
 from src.models.build import build_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
@@ -37,6 +22,21 @@ from src.train.metrics import check_metric
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
+from timm_parallel.config.validate import refuse
+from timm_parallel.data.dataset import rows_of, train_labels
+from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
+from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime.flops import count_flops
+from timm_parallel.runtime.interfaces import BuiltRun, TrainState
+from timm_parallel.runtime.model_checks import check_image_size, check_sharded_model, compile_model
+from timm_parallel.runtime.optimizer_state import check_is_complete
+from timm_parallel.runtime.progress import count_steps
+from timm_parallel.runtime.replica_checks import check_same_data
+from timm_parallel.runtime.step_profiler import build_hooks
+from timm_parallel.runtime.weights import preprocessing_of
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from timm.models import model_parameters
 from torch import Tensor, nn
 
-from src.engine.data.prefetch import Batch
-from src.engine.faults.liveness import BACKWARD, FORWARD, READING
-from src.engine.parallel.strategy import Strategy
-from src.engine.runtime.determinism import seed_step
-from src.engine.runtime.interfaces import TrainState
-from src.engine.runtime.metric_window import MetricWindow
-from src.engine.runtime.step_hooks import StepHooks
 from src.schema import Config, OptimConfig
 from src.train.optim import clip_adaptively
+from timm_parallel.data.prefetch import Batch
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.runtime.interfaces import TrainState
+from timm_parallel.runtime.metric_window import MetricWindow
+from timm_parallel.runtime.step_hooks import StepHooks
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 

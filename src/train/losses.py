@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from src.engine.errors import refuse_wrong_arguments
-from src.engine.machine.process import import_class
+from timm_parallel.errors import refuse_wrong_arguments
+from timm_parallel.machine.process import import_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from src.engine.metric import Metric
+from timm_parallel.metric import Metric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from src.engine.runtime.evaluation import Evaluation
+    from timm_parallel.runtime.evaluation import Evaluation
 
 
 def total_loss(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from timm.data import Mixup
 from timm.data.mixup import rand_bbox_minmax
 from torch import Tensor
 
-from src.engine.data.seeds import seed_for
 from src.schema import AugmentConfig
+from timm_parallel.data.seeds import seed_for
 
 
 class BatchedMixup(Mixup):

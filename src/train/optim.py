@@ -13,10 +13,10 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
-from src.engine.errors import refuse_wrong_arguments
-from src.engine.parallel.strategy import own_parameters
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
+from timm_parallel.errors import refuse_wrong_arguments
+from timm_parallel.parallel.strategy import own_parameters
 
 # Optimizers whose fused kernel can update a parameter of which each rank has a part.
 FUSED_IN_PARTS = ("adam", "adamw")

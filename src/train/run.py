@@ -14,21 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
-from src.engine.errors import NotFiniteError, RefusedError
-from src.engine.faults.liveness import EVALUATING, SAVING
-from src.engine.machine.ranks import Ranks
-from src.engine.machine.signals import Stopped, stop_handler
-from src.engine.record.console import Console
-from src.engine.record.recorder import Recorder
-from src.engine.record.result import write_result
-from src.engine.runtime import checkpoint, segments
-from src.engine.runtime.banner import show_banner, show_end
-from src.engine.runtime.determinism import use_deterministic_algorithms
-from src.engine.runtime.evaluation import Evaluation, evaluate
-from src.engine.runtime.metric_window import check_finite
-from src.engine.runtime.progress import Progress
-from src.engine.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
-from src.engine.runtime.run_result import make_result
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import RunParts
@@ -36,6 +21,21 @@ from src.train.loop import StepReport, train_epoch
 from src.train.losses import find_loss
 from src.train.metrics import confusion, details, metrics_of
 from src.train.step import AUTOCAST, Autocast
+from timm_parallel.errors import NotFiniteError, RefusedError
+from timm_parallel.faults.liveness import EVALUATING, SAVING
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped, stop_handler
+from timm_parallel.record.console import Console
+from timm_parallel.record.recorder import Recorder
+from timm_parallel.record.result import write_result
+from timm_parallel.runtime import checkpoint, segments
+from timm_parallel.runtime.banner import show_banner, show_end
+from timm_parallel.runtime.determinism import use_deterministic_algorithms
+from timm_parallel.runtime.evaluation import Evaluation, evaluate
+from timm_parallel.runtime.metric_window import check_finite
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
+from timm_parallel.runtime.run_result import make_result
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -22,11 +22,11 @@ import torch.utils.tensorboard
 import evaluate
 import train
 from scripts import predict
-from src.engine.faults.failure import RankExits
-from src.engine.launch import job
-from src.engine.machine.ranks import Ranks
 from src.schema import ResolvedConfig
 from src.train.run import run
+from timm_parallel.faults.failure import RankExits
+from timm_parallel.launch import job
+from timm_parallel.machine.ranks import Ranks
 
 
 def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:

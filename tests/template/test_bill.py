@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import f1_score
 
-from configs import read_lines, tiny
+from timm_parallel.testing.configs import read_lines, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("fork")
     for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
-    for folder in ("src", "conf", "scripts"):
+    for folder in ("src", "timm_parallel", "conf", "scripts"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
     bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items() if name not in ALONE}
     bill |= {name: sorted(example.files()) for name, example in EXAMPLES.items() if name in ALONE}
@@ -389,7 +389,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         copy = tmp_path_factory.mktemp("alone")
         for file in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
             shutil.copy(ROOT / file, copy)
-        for folder in ("src", "conf", "scripts"):
+        for folder in ("src", "timm_parallel", "conf", "scripts"):
             shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
         EXAMPLES[name].follow(copy)
         return copy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Train
+from timm_parallel.testing.commands import Train
 
 
 @pytest.mark.nightly

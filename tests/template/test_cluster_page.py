@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-import cluster_commands
-from commands import ROOT
+from timm_parallel.testing import cluster_commands
+from timm_parallel.testing.commands import ROOT
 
 
 def test_commands_of_the_cluster_page_are_those_that_its_tests_run() -> None:
-    """tests/engine has them as constants, because a fork may replace the page."""
+    """timm_parallel/tests has them as constants, because a fork may replace the page."""
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     shown = [line.partition("  #")[0].rstrip() for block in blocks for line in block.splitlines()]

@@ -25,20 +25,20 @@ from hydra.errors import OverrideParseException
 from PIL import Image
 
 import train as entry
-from commands import ROOT, Finished, Train
-from configs import parse, tiny
-from ranks import in_ranks
-from src.engine.config.compose import compose_command
-from src.engine.config.resolve import resolve
-from src.engine.config.suggest import is_known
-from src.engine.keys import SearchConfig, SweepConfig
-from src.engine.machine.ranks import Ranks
-from src.engine.sweep.points import expand
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig, as_resolved, is_timm_dataset
 from src.train.build import RunParts
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast
+from timm_parallel.config.compose import compose_command
+from timm_parallel.config.resolve import resolve
+from timm_parallel.config.suggest import is_known
+from timm_parallel.keys import SearchConfig, SweepConfig
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
+from timm_parallel.testing.configs import parse, tiny
+from timm_parallel.testing.ranks import in_ranks
 
 # In running text, a command begins with one of these.
 IN_TEXT = re.compile(
@@ -54,7 +54,7 @@ ELSEWHERE = {
     ),
     r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
-    r"python tests/engine/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
+    r"python timm_parallel/tests/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
     r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
     r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"make update": "test_update_replaces_the_engine_and_merges_other_files",
@@ -108,10 +108,10 @@ ELSEWHERE = {
         "test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine"
     ),
     r"python train\.py cluster=slurm": "test_slurm_job_script_contains_given_options",
-    r"tests/engine/dev_cluster\.sh": "cluster",
+    r"timm_parallel/tests/dev_cluster\.sh": "cluster",
     r"scancel --signal": "test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node",
     r"scancel <job>": "test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder",
-    r"PYTHONPATH=\S+ python tests/engine/test_report_simulation": (
+    r"PYTHONPATH=\S+ python timm_parallel/tests/test_report_simulation": (
         "test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation"
     ),
     r"(python train\.py cluster=|)kubernetes": "test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained",
@@ -128,7 +128,7 @@ NOT_RUN = {
     r"(make bench$|python scripts/maintain/bench_)": "measures for minutes on an idle machine",
     r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs a container engine or root, and takes minutes",
     r"nvidia-smi": "needs a GPU",
-    r"kubectl": "needs a Kubernetes cluster; tests/engine/test_cluster.py validates the manifest",
+    r"kubectl": "needs a Kubernetes cluster; timm_parallel/tests/test_cluster.py validates the manifest",
     r"tc ": "needs root and network namespaces",
 }
 
@@ -172,7 +172,7 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
     assert set(HERE) == {*TRAININGS, *SCRIPTS}, "run the command in this file, or list it in ELSEWHERE or NOT_RUN"
     kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
     assert [command for command in SCRIPTS if not any(re.search(kind, command) for kind in kinds)] == []
-    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    files = [path.read_text(encoding="utf-8") for path in TEST_FILES]
     tests = {name for text in files for name in re.findall(r"^ *def (\w+)", text, re.MULTILINE)}
     # A fork has fewer pages and tests.
     if not (ROOT / ".template.json").exists():

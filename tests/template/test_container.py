@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from commands import ROOT
+from timm_parallel.testing.commands import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "notebooks" / "compare.ipynb"

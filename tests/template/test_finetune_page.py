@@ -11,9 +11,9 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from commands import ROOT
-from src.engine.runtime.evaluation import Evaluation
-from src.engine.runtime.predictions import prediction_table
+from timm_parallel.runtime.evaluation import Evaluation
+from timm_parallel.runtime.predictions import prediction_table
+from timm_parallel.testing.commands import ROOT
 
 
 def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:

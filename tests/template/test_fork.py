@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT
 from scripts.engine_hash import engine_hash
 from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
+from timm_parallel.testing.commands import ROOT
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
@@ -146,13 +146,13 @@ def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: 
         words = ["make", "-n", target, f"PYTHON={sys.executable}"]
         return subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=300, check=True).stdout
 
-    ignored = "--ignore=tests/engine"
+    ignored = "--ignore=timm_parallel/tests"
     assert ignored not in command()
     fork(clone, "mine", "Ada", drop_demo=False)
     assert ignored in command() and ignored in command("test-fast") and ignored not in command("test-all")
     (clone / "src" / "models" / "own.py").write_text("# mine\n")
     assert ignored in command()
-    for changed in ("src/engine/own.py", "tests/engine/test_own.py"):
+    for changed in ("timm_parallel/own.py", "timm_parallel/tests/test_own.py"):
         (clone / changed).write_text("# mine\n")
         assert ignored not in command()
         git(clone, "add", "-A")

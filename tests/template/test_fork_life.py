@@ -16,8 +16,8 @@ import pytest
 from test_bill import ALONE, EXAMPLES
 from test_fork import git, make_template
 
-from commands import ROOT
 from scripts.maintain.fork import fork
+from timm_parallel.testing.commands import ROOT
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),

@@ -23,11 +23,11 @@ from torch import nn
 
 from scripts import from_timm
 from scripts.from_timm import TABLE, TimmArguments, changes, convert
-from src.engine.config.arguments import parse_command_line
-from src.engine.config.compose import compose_command
-from src.engine.keys import leaves
 from src.schema import Config, OptimConfig, TrainConfig
 from src.train.optim import build_schedule
+from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.compose import compose_command
+from timm_parallel.keys import leaves
 
 OF_COMMIT = json.loads((Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8"))
 # Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of timm that take them.

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from architecture import LIMITS, ROOT, find_cycle, imports, measure, package_of, source_files
-from test_architecture import VAGUE_NAMES, broken_rules, name_of
+from timm_parallel.tests.architecture import LIMITS, ROOT, find_cycle, imports, measure, package_of, source_files
+from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
 
 # A fork adds code of its own, so these rules are the template's.
 SOURCES = [
     path
     for path in (*source_files(), *sorted((ROOT / "scripts").rglob("*.py")))
-    if not name_of(path).startswith("src/engine/")
+    if not name_of(path).startswith("timm_parallel/")
 ]
 
 
@@ -42,7 +42,7 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
         "record",
         "config",
         "errors",
-        "forecast",
+        "lab.forecast",
         "keys",
         "metric",
         "trackers",
@@ -50,8 +50,9 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
     wrong = [
         f"{file} imports {target}"
         for file, targets in imports().items()
-        if file.startswith("src/") and not file.startswith("src/engine/") and not file.endswith("__main__.py")
+        if file.startswith("src/") and not file.endswith("__main__.py")
         for target in targets
-        if package_of(target).startswith("engine.") and package_of(target).removeprefix("engine.") not in allowed
+        if package_of(target).startswith("timm_parallel.")
+        and package_of(target).removeprefix("timm_parallel.") not in allowed
     ]
     assert wrong == []

@@ -15,10 +15,10 @@ from scripts.maintain import bench_measures, gpu_check, gpu_profile, gpu_rows, g
 from scripts.maintain.gpu_check import NOT_SEEN, PARTS, SECONDS
 from scripts.maintain.gpu_rows import Part, Row
 from scripts.maintain.gpu_speed import TRAININGS
-from src.engine.machine import hardware
+from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("warm", "ranks", "configs", "commands")  # modules in tests/engine/
+SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")  # modules in timm_parallel/testing/
 
 
 @pytest.mark.processes
@@ -33,10 +33,9 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
 def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
     """Their ranks are forked from a server that imports warm.py."""
     files = (
-        "tests/conftest.py",
         *gpu_check.WAITS,
         *gpu_check.ON_DEVICE,
-        *(f"tests/engine/{name}.py" for name in SUPPORT),
+        *(f"timm_parallel/testing/{name}.py" for name in SUPPORT),
     )
     needed = {
         name.partition(".")[0]
@@ -46,7 +45,16 @@ def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [entry.name for entry in node.names])
     }
     # torch itself needs filelock.
-    available = {*sys.stdlib_module_names, *gpu_check.NEEDED, "filelock", "src", "scripts", "tests", "train", *SUPPORT}
+    available = {
+        *sys.stdlib_module_names,
+        *gpu_check.NEEDED,
+        "filelock",
+        "src",
+        "timm_parallel",
+        "scripts",
+        "tests",
+        "train",
+    }
     assert needed - available == set()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT
+from timm_parallel.testing.commands import ROOT
 
 OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 

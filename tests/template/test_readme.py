@@ -16,12 +16,12 @@ import timm
 import torch
 from PIL import Image
 
-from commands import Train
-from ranks import run_warm
 from scripts import plan
 from src.data.datasets import Digits
-from src.engine.data.dataset import InMemory
 from src.schema import DataConfig
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.ranks import run_warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

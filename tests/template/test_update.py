@@ -45,9 +45,9 @@ Path(".template.json").write_text(json.dumps(record))
 SMALL = {
     "README.md": "# template\n\nOne.\n\nTwo.\n\nThree.\n",
     "demo.txt": "a recipe\n",
-    "src/engine/core.py": "VERSION = 1\n",
-    "src/engine/old.py": "# unused\n",
-    "tests/engine/test_core.py": "def test_core(): pass\n",
+    "timm_parallel/core.py": "VERSION = 1\n",
+    "timm_parallel/old.py": "# unused\n",
+    "timm_parallel/tests/test_core.py": "def test_core(): pass\n",
     "src/front.py": "first = 1\n\nsecond = 2\n\nthird = 3\n",
     "src/example.py": "# an example\n",
     "src/unused.py": "# unused\n",
@@ -59,10 +59,10 @@ SMALL = {
 NEWER = {
     "README.md": "# template\n\nOne.\n\nTwo.\n\nThree, and more.\n",
     "demo.txt": "a better recipe\n",
-    "src/engine/core.py": "VERSION = 2\n",
-    "src/engine/new.py": "# new\n",
-    "src/engine/old.py": None,
-    "tests/engine/test_core.py": "def test_newer_core(): pass\n",
+    "timm_parallel/core.py": "VERSION = 2\n",
+    "timm_parallel/new.py": "# new\n",
+    "timm_parallel/old.py": None,
+    "timm_parallel/tests/test_core.py": "def test_newer_core(): pass\n",
     "src/front.py": "first = 1\n\nsecond = 2\n\nthird = 30\n",
     "src/example.py": "# a better example\n",
     "src/added.py": "# added\n",
@@ -158,7 +158,7 @@ def read(path: Path) -> str:
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
 def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine: Path) -> None:
-    commit(mine, {"src/engine/core.py": "VERSION = 'mine'\n", "src/engine/mine.py": "# mine\n"})
+    commit(mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"})
     write(template, NEWER)
     (template / "run.sh").chmod(0o755)
     (template / "image.png").write_bytes(b"\x89PNG\0\xff")
@@ -166,9 +166,9 @@ def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine:
     head = git(mine, "rev-parse", "HEAD")
     assert update(mine) == 0
     # The engine and its tests are the template's, all of them.
-    assert read(mine / "src/engine/core.py") == "VERSION = 2\n"
-    assert sorted(path.name for path in (mine / "src/engine").iterdir()) == ["core.py", "new.py"]
-    assert read(mine / "tests/engine/test_core.py") == "def test_newer_core(): pass\n"
+    assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
+    assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == ["core.py", "new.py", "tests"]
+    assert read(mine / "timm_parallel/tests/test_core.py") == "def test_newer_core(): pass\n"
     # Changes of both sides, and files of one side.
     assert read(mine / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
     assert read(mine / "README.md") == "# my_project\n\nMy own one.\n\nTwo.\n\nThree, and more.\n"
@@ -218,13 +218,13 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     assert read(mine / "src/front.py") == OWN["src/front.py"]
     assert read(mine / "src/unused.py") == "# used by me\n"
     assert (mine / "image.png").read_bytes() == b"\0mine"
-    assert read(mine / "src/engine/core.py") == "VERSION = 2\n"
+    assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
 
 
 def test_file_moved_into_the_engine_is_a_conflict_when_the_fork_changed_it(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    commit(template, {"src/engine/front.py": SMALL["src/front.py"], "src/front.py": None})
+    commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})
     before = state(mine)
     assert update(mine) == 1
     assert "conflict in src/front.py;" in capfd.readouterr().err
@@ -330,8 +330,8 @@ def test_fork_of_this_project_takes_a_newer_template(
     readme = read(template / "README.md")
     newer = {
         "README.md": readme.replace("MIT license.", "The MIT license."),
-        "src/engine/faults/liveness.py": "# rewritten\n",
-        "src/engine/machine/newer.py": "# newer\n",
+        "timm_parallel/faults/liveness.py": "# rewritten\n",
+        "timm_parallel/machine/newer.py": "# newer\n",
         "scripts/maintain/bench.py": "# changed\n",
         "docs/forecast.md": read(template / "docs/forecast.md") + "\nMore.\n",
         "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml") + "# changed\n",
@@ -344,8 +344,8 @@ def test_fork_of_this_project_takes_a_newer_template(
     assert changes == {
         ".template.json": "M",
         "README.md": "M",
-        "src/engine/faults/liveness.py": "M",
-        "src/engine/machine/newer.py": "A",
+        "timm_parallel/faults/liveness.py": "M",
+        "timm_parallel/machine/newer.py": "A",
         "train.py": "M",
         "scripts/predict.py": "D",
     }

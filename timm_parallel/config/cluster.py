@@ -1,0 +1,110 @@
+"""Checks of the `cluster` keys, and values for `auto` on nodes that this machine cannot inspect. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from src.schema import Config
+from timm_parallel.errors import ONE_PROCESS, Problem
+from timm_parallel.keys import ClusterConfig
+
+# Keys that only one scheduler reads.
+KEYS_OF = {
+    "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds"),
+    "kubernetes": ("image", "namespace", "claim"),
+}
+TIME = r"(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+"
+DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+
+
+def cluster_rules(config: Config) -> Iterator[str]:
+    """Yield an error message for each `cluster` key that does not fit the chosen scheduler."""
+    cluster, parallel = config.cluster, config.parallel
+    if cluster.nodes > 1 and parallel.has_one_process:
+        message = (
+            f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; use parallel=auto"
+        )
+        yield Problem(message, ONE_PROCESS)
+    if cluster.scheduler == "local":
+        return
+    for scheduler, keys in KEYS_OF.items():
+        for key in keys:
+            value = getattr(cluster, key)
+            if scheduler != cluster.scheduler and value != getattr(ClusterConfig, key):
+                yield f"cluster.{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
+    if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
+        yield f"cluster.{'image' if cluster.image is None else 'claim'}: required by cluster=kubernetes"
+    yield from _texts(cluster)
+    yield from _sizes(config)
+    if parallel.max_restarts:
+        yield f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} restarts failed runs; use 0"
+
+
+def _texts(cluster: ClusterConfig) -> Iterator[str]:
+    for key in ("memory", "time", "partition", "account", "gres", "image", "namespace", "claim"):
+        value = getattr(cluster, key)
+        if value is not None and (not value or not value.isprintable()):
+            yield f"cluster.{key}={value!r}: expected one line of text"
+    if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
+        yield f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss, in a file within quotes"
+    elif cluster.scheduler == "slurm" and cluster.time and seconds_of(cluster.time) <= cluster.signal_seconds:
+        limit = f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
+        yield f"cluster.signal_seconds={cluster.signal_seconds}: expected less than {limit}"
+    if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
+        yield f"cluster.memory={cluster.memory}: expected a number and K, M, G or T, e.g. 64G"
+    for key in ("namespace", "claim"):
+        value = getattr(cluster, key)
+        if value is not None and not re.fullmatch(DNS_NAME, value):
+            yield f"cluster.{key}={value}: Kubernetes allows lower-case letters, digits and dashes in a name"
+    if cluster.gpus and gpus_of_gres(cluster):
+        yield f"cluster.gres={cluster.gres}: cluster.gpus={cluster.gpus} requests GPUs too; set only one of them"
+
+
+def seconds_of(time: str) -> int:
+    """Convert Slurm's `d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh` to seconds."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        parts = (parts + [0, 0])[:3]
+    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    cluster, parallel = config.cluster, config.parallel
+    gpus = cluster.gpus or gpus_of_gres(cluster)
+    if parallel.accelerator in ("cuda", "mps") and not gpus:
+        yield f"parallel.accelerator={parallel.accelerator}: the job requests no GPU; set cluster.gpus (per node)"
+    if parallel.devices == "auto":
+        return
+    devices = int(parallel.devices)
+    if devices % cluster.nodes:
+        yield f"parallel.devices={devices}: total of all nodes, expected a multiple of cluster.nodes={cluster.nodes}"
+    if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
+        yield f"parallel.devices={devices}: the nodes have {cluster.nodes} x {gpus} GPUs; leave it at auto"
+    threads, cpus = parallel.threads_per_device, cluster.cpus
+    if threads != "auto" and cpus is not None and int(threads) * devices // cluster.nodes > cpus:
+        yield f"parallel.threads_per_device={threads}: the devices of a node need more than cluster.cpus={cpus}"
+
+
+def gpus_of_gres(cluster: ClusterConfig) -> int:
+    """Return the number of GPUs in cluster.gres: 4 for `gpu:a100:4,tmp:1`."""
+    pattern = r"gpu(?::(?!\d+$)[^:]+)?(?::(\d+))?"
+    counts = [re.fullmatch(pattern, part) for part in (cluster.gres or "").split(",")]
+    return sum(int(match.group(1) or 1) for match in counts if match)
+
+
+def fill_in(config: Config) -> None:
+    """Replace each `auto` of `parallel` by the devices and cores that `cluster` requests; the submitting machine may differ."""
+    cluster, parallel = config.cluster, config.parallel
+    gpus = cluster.gpus or gpus_of_gres(cluster)
+    if parallel.accelerator == "auto":
+        parallel.accelerator = "cuda" if gpus else "cpu"
+    per_node = gpus if parallel.accelerator == "cuda" else 1
+    requested = cluster.nodes * per_node if parallel.devices == "auto" else int(parallel.devices)
+    parallel.choose_strategy(several=requested > 1 or cluster.nodes > 1)
+    if parallel.devices == "auto":
+        parallel.devices = 1 if parallel.has_one_device else cluster.nodes * per_node
+    if parallel.threads_per_device == "auto":
+        parallel.threads_per_device = max(1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices))

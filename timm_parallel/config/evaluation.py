@@ -1,0 +1,77 @@
+"""Config of an evaluation: a run's config with different data or devices, or one composed from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from src.schema import Config, ParallelConfig, ResolvedConfig
+from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
+from timm_parallel.config.resolve import resolve
+from timm_parallel.config.suggest import explain, is_known, key_hint
+from timm_parallel.config.validate import check_combination
+from timm_parallel.keys import ClusterConfig, TrackerConfig
+from timm_parallel.machine.ranks import Ranks
+
+# Keys that may be given with run=<folder>, and keys that may be given without it.
+KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
+KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
+OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
+GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups
+
+
+def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | None) -> ResolvedConfig:
+    """Return the resolved config to evaluate `run`, or the model that `overrides` choose as for train.py.
+
+    `ranks`: the identity of this rank, if torchrun or srun started it.
+    """
+    for override in overrides:
+        _check_key(override, KEYS_WITHOUT_RUN if run is None else KEYS_WITH_RUN)
+    if run is not None:
+        config = _load(run, overrides)
+    else:
+        # A later parallel=… replaces the first.
+        config = compose_command(parse_command_line(["parallel=single", *overrides])).config
+        if not config.model.pretrained and config.model.weights is None:
+            raise ValueError(
+                "nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>"
+            )
+    # These concern training only.
+    config.model.sync_bn, config.model.compile = False, False
+    config.tracker = TrackerConfig()
+    check_combination(config)
+    return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+
+
+def _check_key(override: str, allowed: tuple[str, ...]) -> None:
+    key, equals, value = override.lstrip("+").partition("=")
+    if not equals and not key.startswith("-"):
+        raise ValueError(f"{override}: expected key=value; for a run folder write run={override}")
+    if not (equals and (is_known(key) or key == "experiment")):
+        hint = key_hint(key.lstrip("-"), OPTIONS, value, "evaluate")
+        raise ValueError(f"{override}: unknown option{hint}")
+    if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
+        raise ValueError(f"{override}: not an evaluation option; allowed: {', '.join(f'{part}…' for part in allowed)}")
+
+
+def _load(run: Path, overrides: list[str]) -> Config:
+    saved = load_config(run)
+    config = Config(**vars(saved))
+    per_device = max(1, saved.global_batch // saved.parallel.devices)
+    # Evaluate on this machine, which may differ from the one of the run.
+    config.parallel, config.cluster = ParallelConfig(), ClusterConfig()
+    config.parallel.choose_strategy(several=False)
+    # The checkpoint holds all weights.
+    config.model.pretrained, config.model.weights, config.model.weights_strict = False, None, True
+    given = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    dotted = [f"{GROUPS.get(key, key)}={value}" for key, value in given.items()]
+    config.data.batch_size = None
+    config.data.batch_size_per_device = None if "data.batch_size" in given else per_device
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(dotted))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error, dotted)) from error
+    return typed_and_checked(merged)  # type: ignore[arg-type]

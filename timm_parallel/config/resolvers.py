@@ -1,0 +1,33 @@
+"""Resolvers for YAML files: values that depend on the devices of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from timm_parallel.machine import hardware
+
+
+def device_counts(_root_: Any) -> str:
+    """Resolve `${device_counts:}` to 1,2,4 … and the largest device count that divides the batch; on CPU at most 8."""
+    batch = OmegaConf.select(_root_, "data.batch_size")
+    largest = max(2, count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch))
+    powers = {2**power for power in range(largest.bit_length())}
+    return ",".join(str(count) for count in sorted(powers | {largest}))
+
+
+def by_device(on_cpu: Any, on_gpu: Any) -> Any:
+    """Resolve `${by_device:a,b}` to b if this machine has a CUDA device, else to a."""
+    return on_gpu if hardware.visible_cuda_devices() else on_cpu
+
+
+def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
+    """Return the largest count <= `present` that divides `batch`, else `present`. `pairs`: each share must be even."""
+    if batch is None:
+        return present
+    for count in range(present, 0, -1):
+        share, rest = divmod(batch, count)
+        if rest == 0 and not (pairs and share % 2):
+            return count
+    return present

@@ -1,0 +1,136 @@
+"""Images inside tar files, read by index without unpacking."""
+
+# Two layouts: class folders (`cat/1.jpg`; in a tar without folders the name of the tar is the class), and webdataset's, in which an
+# image and its label share a name (`000123.jpg`, `000123.cls`).
+#
+# timm's own readers are not used. The one for tars unpickles a cache that it finds next to the data. The one for webdataset is
+# a stream without image numbers, so a run could neither divide it exactly among ranks nor continue in the middle of an epoch.
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, Sample
+from timm_parallel.data.decode import decode
+
+SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
+# (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name. Hidden files do not match.
+KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
+Member = tuple[int, int, int, str]  # of an image: number of its tar, bytes before it, its bytes, label
+LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
+
+
+def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
+    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to its largest label."""
+    tars = [find_tars(root, name) for name in names]
+    for name, paths in zip(names[1:], tars[1:], strict=True):
+        if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
+            raise ValueError(
+                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name their tars in "
+                "data.kwargs.train_split and val_split, with * or {0000..0146} for several"
+            )
+    members = [_read_index(paths, webdataset) for paths in tars]
+    labels = {label for *_, label in members[0]}
+    classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
+    return [TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)], classes
+
+
+class TarSplit:
+    """A split read from tar files by image index. Holds the position and label of each image."""
+
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.tars = tars
+        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
+        try:
+            self.labels = np.array([numbers[label] for *_, label in members])
+        except KeyError as error:
+            raise ValueError(
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, offset = self.tars[self.tar[index]], int(self.offset[index])
+        with open(path, "rb", buffering=0) as tar:
+            tar.seek(offset)
+            encoded = tar.read(int(self.size[index]))
+        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
+
+
+def find_tars(root: Path, split: str) -> list[Path]:
+    """Find `<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern: `train-{0000..0146}.tar`."""
+    if re.search(r"[*{]", split):
+        matches = [path for name in _expand_braces(split) for path in sorted(root.glob(name)) or [root / name]]
+        if missing := [path for path in matches if not path.is_file()]:
+            raise ValueError(
+                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change the pattern"
+            )
+        return matches
+    for name in SYNONYMS.get(split, (split,)):
+        for pattern in (f"{name}.tar", f"{name}/*.tar", f"*{name}*.tar"):
+            if matches := sorted(root.glob(pattern)):
+                return matches
+    raise ValueError(
+        f"data.root={root}: no tar of the split {split}; expected {root}/{split}.tar, {root}/{split}/*.tar or "
+        f"{root}/*{split}*.tar"
+    )
+
+
+def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
+    """List the position and label of every image in uncompressed tar files, from the members' headers."""
+    members: list[Member] = []
+    for number, path in enumerate(tars):
+        try:
+            with tarfile.open(path, "r:") as archive:
+                labeled = _labeled_by_cls(path, archive) if webdataset else _labeled_by_folder(path, archive)
+                members += [(number, image.offset_data, image.size, label) for image, label in labeled]
+        except (OSError, tarfile.TarError) as error:
+            raise ValueError(f"{path}: not readable as an uncompressed tar ({error}); replace it") from None
+    if not members:
+        missing = "images with a .cls of the same name" if webdataset else "images"
+        raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")
+    return members
+
+
+def _labeled_by_folder(path: Path, archive: tarfile.TarFile) -> LabeledImages:
+    for member in archive:
+        name = Path(member.name)
+        if member.isfile() and name.name.lower().endswith(IMAGE_SUFFIXES) and not name.name.startswith("."):
+            yield member, name.parent.name or path.stem
+
+
+def _labeled_by_cls(path: Path, archive: tarfile.TarFile) -> LabeledImages:
+    images: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, str] = {}
+    for member in archive:
+        match = KEY_AND_SUFFIX.fullmatch(member.name)
+        if match is None:
+            continue
+        key, suffix = match[1], match[2].lower()
+        if f".{suffix}".endswith(IMAGE_SUFFIXES):
+            images[key] = member
+        elif suffix == "cls" and (text := archive.extractfile(member)) is not None:
+            labels[key] = text.read(20).decode("ascii", "replace").strip()
+    for key, image in images.items():
+        if not labels.get(key, "").isdigit():
+            raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a number")
+        # 007 is 7.
+        yield image, str(int(labels[key]))
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Expand `a-{08..10}.tar` to a-08.tar, a-09.tar, a-10.tar."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if match is None:
+        return [pattern]
+    first, last = match.groups()
+    numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in _expand_braces(pattern.replace(match[0], number, 1))]

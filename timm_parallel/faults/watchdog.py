@@ -1,0 +1,242 @@
+"""Watchdog that ends a run without progress, and records the rank that is stuck instead of the ranks that wait for it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from src.schema import ParallelConfig
+from timm_parallel.faults.failure import report_failure, write_failure
+from timm_parallel.faults.heartbeat import (
+    NODE_LOST,
+    NODE_SILENT,
+    TICK,
+    Heartbeat,
+    Heartbeats,
+    fetch_failures,
+    publish_failure,
+)
+from timm_parallel.faults.liveness import liveness
+from timm_parallel.faults.run_folder import GONE, RunFolder
+from timm_parallel.machine.process import exit_at_once
+from timm_parallel.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# All in seconds.
+SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
+COMPARE = 3.0  # for the other ranks to publish their positions
+WRITE = 10.0  # for the rank that records the failure
+LEAVE = 5.0  # for this rank to exit by itself after a rank of another node failed
+FOLDER = 1.0  # between two looks at the run folder, which must be missing twice
+DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+
+
+class Watchdog:
+    """Thread that ends this process if its main thread makes no progress during the `with` block."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        folder: Path,
+        ranks: Ranks,
+        store: Store | None,
+        log: TextIO,
+        before_exit: Callable[[], object] | None = None,
+    ) -> None:
+        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before the process ends."""
+        self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
+        self.before_exit = before_exit or (lambda: None)
+        # Each thread needs a separate client of the store.
+        self.store = None if store is None else store.clone()
+        self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._place = RunFolder(folder)
+        # A second thread, because a network file system may block it for minutes.
+        self._folder_thread = threading.Thread(target=self._watch_folder, name="run-folder", daemon=True)
+
+    def __enter__(self) -> Heartbeats:
+        self.heartbeats.start()
+        self._thread.start()
+        self._folder_thread.start()
+        return self.heartbeats
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.heartbeats.close()
+        self._thread.join(timeout=COMPARE)
+
+    @property
+    def limit(self) -> int:
+        """Seconds without progress after which the main thread counts as stuck: longer before the first step."""
+        return self.config.timeout if liveness.steps_done else self.config.start_timeout
+
+    def _watch(self) -> None:
+        ticks, moved_at, checked_at = -1, time.monotonic(), time.monotonic()
+        leave_at = None
+        while not self._over.wait(TICK):
+            now = time.monotonic()
+            if now - checked_at > SUSPENDED / 3:
+                self.heartbeats.forgive(now - checked_at)
+            if now - checked_at > SUSPENDED:
+                moved_at += now - checked_at
+            if liveness.ticks != ticks or _is_in_debugger():
+                ticks, moved_at = liveness.ticks, now
+            checked_at = now
+            if self.heartbeats.alarm or now - moved_at > self.limit:
+                self._end(now - moved_at)
+                return
+            if (lost := self.heartbeats.silent_node()) is not None:
+                self._end_without(lost)
+                return
+            # On one machine the agent ends the other ranks. A rank that has failed itself is in `wait_for_cause`.
+            if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
+                leave_at = leave_at or now + LEAVE
+                if now > leave_at or self.heartbeats.lost:
+                    self.before_exit()
+                    _exit()
+
+    def _watch_folder(self) -> None:
+        misses = 0
+        while not self._over.wait(FOLDER):
+            misses = misses + 1 if self._place.is_gone() else 0
+            if misses == 2:
+                try:
+                    self.log.write(f"{self._place.problem}\n")
+                    # The other nodes may not share this folder. On this one, the launcher finds that it is gone.
+                    if self.store is not None and self.ranks.nodes > 1:
+                        own = self.heartbeats.mine()
+                        publish_failure(
+                            self.store,
+                            self.heartbeats.record_of(own, f"{own.node_and_rank}: {self._place.problem}", GONE),
+                        )
+                    if self.ranks.is_first_of_node:
+                        self.before_exit()
+                finally:
+                    _exit()
+
+    def _end_without(self, lost: Heartbeat) -> None:
+        """Record that the node with heartbeat `lost` is silent, and exit: sockets to that node would block for minutes."""
+        reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
+        # `finally`: also if the disk is full.
+        try:
+            self._log_stacks(reason)
+            self._record(lost, f"{reason}; it is dead, stopped, or cut off from the network", NODE_LOST)
+        finally:
+            self.before_exit()
+            _exit()
+
+    def _end(self, silent: float) -> None:
+        """Log the stacks of all threads, record the rank that is stuck, and exit, as then do all other ranks."""
+        # In case the store no longer answers.
+        killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
+        killer.daemon = True
+        killer.start()
+        # `finally`: also if the store has closed meanwhile, or the disk is full.
+        try:
+            self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
+            self._name_the_failed()
+        finally:
+            _exit()
+
+    def _name_the_failed(self) -> None:
+        """Find the stuck rank by comparing the positions of all ranks. One rank records it; the others wait for that."""
+        mine = self.heartbeats.mine()
+        before = after = [mine]
+        if self.store is not None:
+            self.store.set("watchdog/alarm", str(self.ranks.rank))
+            before = self.heartbeats.all()
+            time.sleep(COMPARE)
+            after = self.heartbeats.all()
+        failed, recorder, reason = judge(before, after, self.limit)
+        if recorder == self.ranks.rank:
+            limit_key = "timeout" if liveness.steps_done else "start_timeout"
+            self._record(failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress")
+            if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
+                _kill(failed.pid)
+            self.before_exit()
+            if self.store is not None:
+                self.store.set("watchdog/recorded", "")
+        elif self.store is not None:
+            with suppress(RuntimeError):  # the recorder was late, or its exit closed the store
+                self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
+                fetch_failures(self.store, self.folder, self.ranks.world_size)
+            # The recorder calls this for its own node. Rank 0 writes result.json in it, so it must not exit before.
+            if self.ranks.is_first_of_node and after[recorder].node != self.ranks.node:
+                self.before_exit()
+
+    def _log_stacks(self, reason: str) -> None:
+        self.log.write(f"{reason}; the stacks of all threads:\n")
+        self.log.flush()
+        faulthandler.dump_traceback(file=self.log, all_threads=True)
+
+    def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
+        record = self.heartbeats.record_of(failed, reason, exception)
+        if failed.rank == self.ranks.rank:
+            stack = traceback.format_stack(_main_frame())
+            record["traceback"] = "".join(["Stack of the main thread (most recent call last):\n", *stack])
+        # The store is on node 0.
+        has_store = failed.node != 0 or self.ranks.node == 0
+        if self.store is not None and self.ranks.nodes > 1 and has_store:
+            publish_failure(self.store, record)
+        report_failure(record)
+        write_failure(self.folder, record)
+
+
+def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[Heartbeat, int, str]:
+    """Compare two heartbeats of each rank. Return (heartbeat of the stuck rank, rank that records the failure, reason)."""
+    pairs = list(zip(before, after, strict=True))
+    ticking = [new for old, new in pairs if new.ticks > old.ticks]
+    silent = [new for old, new in pairs if new.ticks == old.ticks]
+    has_nodes = len({heartbeat.node for heartbeat in after}) > 1
+
+    def name(heartbeat: Heartbeat) -> str:
+        return heartbeat.node_and_rank if has_nodes else f"rank {heartbeat.rank}"
+
+    # A rank whose watchdog does not tick is stopped, gone, or stuck in native code that holds the interpreter's lock.
+    if silent and ticking:
+        reason = f"{name(silent[0])} does not answer (stopped, or stuck in native code), last seen in {silent[0]}"
+        return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
+    # Otherwise the rank furthest behind has failed: the others wait for it in a collective.
+    failed = min(after, key=lambda heartbeat: (heartbeat.position, heartbeat.rank))
+    reason = f"{name(failed)} made no progress for {limit} s, last seen in {failed}"
+    if len(after) > 1:
+        is_alone = all(other.position > failed.position for other in after if other.rank != failed.rank)
+        reason += "; the others waited for it" if is_alone else "; other ranks stopped there too"
+    return failed, failed.rank, reason
+
+
+def _exit() -> None:
+    """Exit at once with code 1, without running `finally` blocks of the main thread, which may be stuck."""
+    exit_at_once(1)
+
+
+def _is_in_debugger() -> bool:
+    """Return True if the main thread is in a debugger, where waiting for a person is no failure."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(_main_frame())]
+    return any(debugger in file for file in files for debugger in DEBUGGERS)
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _kill(pid: int) -> None:
+    """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the stacks of the rank."""
+    for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+        time.sleep(pause)

@@ -1,0 +1,270 @@
+"""RunRecord: result.json, config.yaml and environment.json of one run as typed values; None if not recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from src.schema import CheckpointConfig
+from timm_parallel.machine.text import as_number, plural
+from timm_parallel.record.jobs import FAILED
+
+STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
+# Measure -> its key in result.json. Times are in seconds, or in milliseconds if their name says so.
+_TIMED = ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed", "seconds_timed")
+_RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
+    "communication_ms": "communication.ms_per_step",
+    "exposed_ms": "communication.exposed_ms_per_step",  # not hidden behind the backward pass
+    "bytes_per_step": "communication.bytes_per_step",
+    "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
+    "first_step_seconds": "seconds.start_to_first_step",
+    "joules_per_image": "energy.joules_per_image",  # of all GPUs
+    "data_wait": "data_wait",  # share of the timed steps, 0 to 1
+}
+IMAGES_PER_SECOND = "images/s"  # the headline metric of a tuning
+MEASURES = (*_RECORDED, "imbalance", "busy")
+
+
+# Compared by identity: two records are never equal.
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """Recorded data of one run, which may be a job of a sweep.
+
+    `result`, `config` and `environment` have dotted keys, such as `{"data.batch_size": 64}`; empty if the file is missing.
+    """
+
+    name: str  # folder, relative to the common parent of all folders of the report
+    folder: Path  # may not exist for a skipped or waiting job
+    status: str
+    reason: str = ""
+    sweep: str = ""  # the sweep's folder; empty for a single run
+    block: int = 0  # of the sweep
+    position: int | None = None  # in run order
+    overrides: tuple[str, ...] = ()
+    model_option: str = ""  # the file of conf/model; empty if Hydra did not record it
+    is_trial: bool = False  # of a search
+    seed: int | None = None  # according to jobs.json; None for a run outside a sweep
+    changes: str = ""  # hash of code.diff, the uncommitted changes; empty without this file
+    result: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> str:
+        given = parse_overrides(self.overrides)
+        return str(self.result.get("strategy") or given.get("parallel") or given.get("parallel.strategy") or "")
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, 0 if unknown; for ddp and fsdp, the measured world size, which counts all nodes."""
+        if not self.result:
+            requested = parse_overrides(self.overrides).get("parallel.devices", "")
+            return int(requested) if requested.isdigit() else 0
+        world = self.integer("world_size")
+        return world if self.strategy in ("ddp", "fsdp") and world else self.integer("devices") or 0
+
+    @property
+    def nodes(self) -> int:
+        return self.integer("nodes") or 1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names of the run's nodes, node 0 first."""
+        host = self.environment.get("host")
+        return tuple(self.entries(str, "hosts")) or ((str(host),) if host else ())
+
+    @property
+    def hardware(self) -> str:
+        """Devices, processor, driver, torch and CUDA as text. Speeds are compared only between runs with equal text."""
+        has = self.environment.get
+        processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
+        torch = f"torch {has('libraries.torch') or '—'}"
+        if self.accelerator != "cuda":
+            return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
+        # Names without a count: CUDA_VISIBLE_DEVICES may hide some of the machine's devices from a run.
+        names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
+        versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
+        return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
+
+    @cached_property
+    def commit(self) -> str:
+        """Commit of the code, e.g. `0123abc` or `0123abc with changes 4f2a`; other uncommitted changes are other code."""
+        commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
+        return f"{commit} with changes {self.changes}".rstrip() if commit and self.environment.get("dirty") else commit
+
+    @property
+    def data(self) -> str:
+        """Fingerprint of all images and labels. Runs on different data do not count as repeats."""
+        return str(self.result.get("data.all") or "")
+
+    @property
+    def accelerator(self) -> str:
+        return str(self.result.get("accelerator") or "")
+
+    @property
+    def is_simulated(self) -> bool:
+        """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing about GPUs."""
+        return self.strategy == "dp" and self.accelerator == "cpu"
+
+    @cached_property
+    def doubt(self) -> str:
+        """Return the reason not to compare this finished run; empty if it can be compared."""
+        requested, world, devices = self.result.get("devices"), self.integer("world_size"), self.integer("devices")
+        if requested is not None and devices is None:
+            return f"not compared: devices is {requested!r}, expected an integer"
+        # On several nodes, the world size is a multiple of the devices.
+        if world and devices and world % devices:
+            return f"not compared: {devices} devices requested, world size {world} measured"
+        if self.is_edited:
+            return f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
+        return ""
+
+    @property
+    def is_edited(self) -> bool:
+        """True if jobs.json has another seed than the config that the job was started with."""
+        return self.seed is not None and self.config.get("seed", self.seed) != self.seed
+
+    @property
+    def comparable(self) -> bool:
+        return self.status == "done" and bool(self.result) and not self.doubt
+
+    @property
+    def neighbours(self) -> int:
+        """Number of concurrent jobs on the machine. If there are any, the report never compares the run's speed."""
+        return self.integer("neighbours") or 0
+
+    @property
+    def flags(self) -> list[str]:
+        """Return reasons to distrust the measurements of this run, a short sentence each."""
+        flags = self.entries(str, "flags")
+        if self.neighbours:
+            flags.insert(0, f"{plural(self.neighbours, 'other job')} ran at the same time")
+        return flags
+
+    @property
+    def step_parts(self) -> dict[str, float] | None:
+        """Mean milliseconds of rank 0 per step for data, computing, communication and others; None unless all are known."""
+        parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
+        known = {name: value for name, value in parts.items() if value is not None}
+        return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
+
+    @property
+    def rank_shares(self) -> dict[str, float]:
+        """Time of each rank for data and computing in a step, divided by the ranks' median; empty if not recorded."""
+        times = {}
+        for entry in self.entries(dict, "ranks"):
+            data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
+            if data is not None and compute is not None:
+                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = data + compute
+        middle = median(times.values()) if times else 0
+        return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
+
+    @cached_property
+    def is_of_tuning(self) -> bool:
+        """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their speed."""
+        return bool(self.config.get("sweep.tune")) and self.is_benchmark
+
+    @cached_property
+    def metric(self) -> str:
+        """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else `checkpoint.metric`."""
+        if self.is_of_tuning:
+            return IMAGES_PER_SECOND
+        metric = str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
+        best = f"{metric.removesuffix('_ema')}_best"
+        return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
+
+    @cached_property
+    def is_benchmark(self) -> bool:
+        """True if the run measures speed in a few steps: `train.max_steps` is set, and `sweep.timed` or no evaluation."""
+        is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
+        return bool(is_timed) and self.config.get("train.max_steps") is not None
+
+    @cached_property
+    def metric_value(self) -> float | None:
+        """Value of the headline metric; None for a benchmark of a few steps, unless the metric is its speed."""
+        if self.is_of_tuning:
+            return None if self.neighbours else self.measure("images_per_sec")
+        if not self.config or self.is_benchmark:
+            return None
+        return self.number(self.metric.replace("/", "."))
+
+    @cached_property
+    def is_lost(self) -> bool:
+        """True if the run has ended without a value of the metric: it failed, or the value is not finite."""
+        return self.status in FAILED or self._has_no_finite_value
+
+    @property
+    def lost_by_settings(self) -> bool:
+        """True if the run is lost because of its settings: not finite, or out of memory."""
+        return self.status in FAILED[1:] or self._has_no_finite_value
+
+    @property
+    def _has_no_finite_value(self) -> bool:
+        value = self.result.get(self.metric.replace("/", "."))
+        return self.comparable and isinstance(value, float) and not math.isfinite(value)
+
+    @property
+    def memory(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
+
+    @property
+    def shared_memory(self) -> bool:
+        """True if the devices are threads of one process, whose memory is measured as a whole."""
+        return any(entry.get("shared") for entry in self.memory)
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """Peak memory in bytes per device; one value for the whole process if the devices are threads."""
+        peaks = [float(entry["peak_bytes"]) for entry in self.memory]
+        return [max(peaks)] if self.shared_memory else peaks
+
+    @property
+    def imbalance(self) -> float | None:
+        """Largest peak memory of a device, divided by the mean over devices. None if the devices share memory."""
+        peaks = self.peak_bytes
+        return max(peaks) * len(peaks) / sum(peaks) if sum(peaks) > 0 and not self.shared_memory else None
+
+    @property
+    def busy(self) -> float | None:
+        """Utilization of the least busy device, 0 to 1, without its time waiting for other ranks; None if unknown."""
+        known = [use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None]
+        if not known or len(known) < len(self.memory):
+            return None
+        if self.strategy != "ddp":
+            return min(known)
+        # NVML counts NCCL's waiting as use.
+        parts = self.step_parts
+        return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
+
+    @property
+    def needless_threads(self) -> tuple[int, int] | None:
+        """(threads, cores) per node if a CPU run has more threads than cores, else None."""
+        cores = as_number(self.environment.get("cpu.cores"))
+        threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
+        return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
+
+    def measure(self, name: str) -> float | None:
+        value: float | None = self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        return value
+
+    def integer(self, key: str) -> int | None:
+        value = self.result.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def number(self, key: str) -> float | None:
+        return as_number(self.result.get(key))
+
+    def entries(self, kind: type, key: str) -> list[Any]:
+        """Return the entries of type `kind` in the list `key` of result.json; empty if there is no list."""
+        entries = self.result.get(key)
+        return [entry for entry in entries if isinstance(entry, kind)] if isinstance(entries, list) else []
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """Return `{"optim.lr": "0.1"}` for overrides such as `optim.lr=0.1` or `+optim.lr=0.1`."""
+    return dict(override.lstrip("+~").partition("=")[::2] for override in overrides)

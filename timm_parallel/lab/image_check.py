@@ -1,0 +1,205 @@
+"""Check the images of a dataset: unreadable files, exact duplicates, leaks of images and groups, class counts and sizes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jinja2
+import pandas as pd
+from rich.console import Console
+from rich.progress import track
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.functional import to_pil_image
+
+from timm_parallel.data.dataset import ImageDataset
+from timm_parallel.data.decode import open_image
+from timm_parallel.data.folder import first
+from timm_parallel.errors import UnreadableImageError
+from timm_parallel.machine.files import write_text
+from timm_parallel.machine.hardware import cores
+from timm_parallel.machine.text import for_terminal
+
+ABSENT = "classes without an image"
+MAX_LINES = 20  # of a table, or of a kind of problem; the JSON file has all
+MAX_IMAGES = 4  # shown of equal images, and on the page of each class
+
+
+@dataclass(frozen=True)
+class CheckedImage:
+    """An image of a split with its labels, size and checksum, or the reason why it cannot be read."""
+
+    split: str
+    index: int
+    file: str
+    labels: tuple[str, ...]
+    width: int = 0
+    height: int = 0
+    mode: str = ""  # PIL's: RGB, L, RGBA …
+    digest: str = ""  # of the file's bytes; without a file, of the pixels
+    error: str = ""  # the reason why it cannot be read
+
+
+@dataclass
+class Report:
+    """Problems and statistics of all images of a dataset."""
+
+    measures: dict[str, dict[str, Any]]  # measure -> split -> value
+    classes: dict[str, dict[str, int]]  # class -> split -> images; the rarest class first
+    # Kind -> an unreadable image, images that are equal to each other, or an image of a group for each of its splits.
+    problems: dict[str, list[list[CheckedImage]]]
+    samples: dict[str, list[CheckedImage]]  # class -> images for the page
+
+    @property
+    def has_problems(self) -> bool:
+        return any(self.problems.values()) or any(self.measures[ABSENT].values())
+
+    @property
+    def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
+        """Return `problems` with each group of images only once, at the first kind: a leak can have different labels too."""
+        seen: set[tuple[tuple[str, int], ...]] = set()
+        listed: dict[str, list[list[CheckedImage]]] = {}
+        for kind, groups in self.problems.items():
+            named = {tuple((image.split, image.index) for image in group): group for group in groups}
+            listed[kind] = [group for name, group in named.items() if name not in seen]
+            seen |= named.keys()
+        return listed
+
+
+class ImageReader(Dataset[CheckedImage]):
+    """Reads the images of all splits as training does. Runs in worker processes."""
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, place: tuple[str, int]) -> CheckedImage:
+        name, index = place
+        split: Any = getattr(self.dataset, name)
+        files = getattr(split, "files", None)
+        path, label = files[index] if files else (Path(f"image {index}"), ())
+        try:
+            image, label = split[index]
+        except UnreadableImageError as error:
+            return CheckedImage(name, index, str(path), self._class_names(label), error=str(error))
+        content, mode = image.numpy().tobytes() + str(image.shape).encode(), f"{len(image)} channels"
+        if files:
+            content = path.read_bytes()
+            with suppress(Exception), open_image(content) as header:
+                mode = header.mode
+        _, height, width = image.shape
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return CheckedImage(name, index, str(path), self._class_names(label), width, height, mode, digest)
+
+    def _class_names(self, label: Any) -> tuple[str, ...]:
+        """Return the class names for a class number or a multi-hot label. A regression target becomes text."""
+        names = self.dataset.class_names
+        if isinstance(label, int | float):
+            return (names[label] if isinstance(label, int) else str(label),)
+        return tuple(name for name, value in zip(names, label, strict=False) if value > 0.5)
+
+
+def check_images(dataset: ImageDataset, groups: Mapping[str, str] | None = None) -> Report:
+    """Read every image of a dataset, with one process per core, and return a report of problems and statistics.
+
+    `groups`: file -> the group whose images belong into one split.
+    """
+    splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
+    places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
+    loader = DataLoader(ImageReader(dataset), 64, sampler=places, num_workers=cores(), collate_fn=list)
+    batches = iter(loader)  # starts processes, which must come before the thread of the progress bar
+    shown = track(batches, "images", len(loader), console=Console(stderr=True), disable=not sys.stderr.isatty())
+    return summarize(dataset.class_names, splits, [image for batch in shown for image in batch], groups)
+
+
+def summarize(
+    class_names: list[str], splits: list[str], images: list[CheckedImage], groups: Mapping[str, str] | None = None
+) -> Report:
+    """Build the report: problems, and counts of images, sizes, modes and classes per split."""
+    of_class: dict[str, list[CheckedImage]] = {name: [] for name in class_names}
+    for image in images:
+        for label in of_class.keys() & set(image.labels):
+            of_class[label].append(image)
+    if not any(of_class.values()):  # regression targets are not classes
+        of_class = {}
+    counts = {name: Counter(image.split for image in group) for name, group in of_class.items()}
+    rarest_first = sorted(counts, key=lambda name: sorted(counts[name][split] for split in splits))
+    classes = {name: {split: counts[name][split] for split in splits} for name in rarest_first}
+    measures: dict[str, dict[str, Any]] = defaultdict(dict)
+    for split in splits:
+        readable = [image for image in images if image.split == split and not image.error]
+        sizes = [count[split] for count in counts.values()] or [0]
+        measures["images"][split] = sum(image.split == split for image in images)
+        for side in ("width", "height"):
+            values = [getattr(image, side) for image in readable] or [0]
+            measures[f"{side}: min, median, max"][split] = [min(values), median(values), max(values)]
+        measures["modes"][split] = dict(Counter(image.mode for image in readable).most_common())
+        measures["images per class: min, median, max"][split] = [min(sizes), median(sizes), max(sizes)]
+        measures[ABSENT][split] = sum(not count[split] for count in counts.values())
+    samples = {name: group[:: len(group) // MAX_IMAGES or 1][:MAX_IMAGES] for name, group in of_class.items()}
+    return Report(dict(measures), classes, find_problems(images, groups or {}), samples)
+
+
+def find_problems(images: list[CheckedImage], group_of: Mapping[str, str]) -> dict[str, list[list[CheckedImage]]]:
+    """Return, for each kind of problem, unreadable images, groups of identical images, or images of a group."""
+    equal: dict[str, list[CheckedImage]] = defaultdict(list)
+    for image in images:
+        if not image.error:
+            equal[image.digest].append(image)
+    groups = [group for group in equal.values() if len(group) > 1]
+    by_group: dict[str, dict[str, CheckedImage]] = defaultdict(dict)
+    for image in images:
+        if image.file in group_of:
+            by_group[group_of[image.file]].setdefault(image.split, image)
+    return {
+        "unreadable": [[image] for image in images if image.error],
+        "leaks across splits": [group for group in groups if len({image.split for image in group}) > 1],
+        "groups in two splits": [list(first_of.values()) for first_of in by_group.values() if len(first_of) > 1],
+        "duplicates in a split": [group for group in groups if len({image.split for image in group}) < len(group)],
+        "equal images, different labels": [group for group in groups if len({image.labels for image in group}) > 1],
+    }
+
+
+def describe(image: CheckedImage) -> str:
+    """Return a line of text: an image's name, its labels, and the error if it cannot be read."""
+    return f"{image.split}: {image.error or image.file} ({', '.join(image.labels)})"
+
+
+def show(report: Report) -> None:
+    """Print the report as text."""
+    lines = []
+    for rows in filter(None, (report.measures, report.classes)):
+        lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
+    for kind, groups in report.listed_problems.items():
+        above = len(report.problems[kind]) - len(groups)
+        lines.append(f"{kind}: {len(report.problems[kind])}" + (f" ({above} listed above)" if above else ""))
+        lines += ["  " + first([describe(image) for image in group], MAX_IMAGES) for group in groups[:MAX_LINES]]
+        if len(groups) > MAX_LINES:
+            lines.append(f"  and {len(groups) - MAX_LINES} more")
+    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())  # a file's name may not be UTF-8
+
+
+def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
+    """Write one HTML file with the tables, and thumbnails of problems and of each class."""
+
+    def thumbnail(image: CheckedImage) -> str:
+        pixels, _ = getattr(dataset, image.split)[image.index]
+        picture = to_pil_image(pixels[:3]).convert("RGB")
+        picture.thumbnail((96, 96))
+        jpeg = io.BytesIO()
+        picture.save(jpeg, "JPEG")
+        return base64.b64encode(jpeg.getvalue()).decode()
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    template = environment.get_template("image_check.html.j2")
+    text = template.render(report=report, describe=describe, thumbnail=thumbnail)
+    write_text(page, text.encode(errors="replace").decode())

@@ -1,0 +1,151 @@
+"""Job of a sweep or search on this machine: starts, monitors and stops its process, and records how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from timm_parallel.lab.jobs.devices import share_of
+from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
+from timm_parallel.launch.job import job_command
+from timm_parallel.launch.supervisor import with_project_on_path
+from timm_parallel.machine import hardware
+from timm_parallel.machine.process import limit_job
+from timm_parallel.record.jobs import UNFINISHED, Job, now
+from timm_parallel.record.result import Result, read_result, read_status, write_result
+
+Watch = Callable[[], str]  # returns the reason to prune the running job, empty if there is none
+
+
+def sync_from_result(job: Job, folder: Path) -> None:
+    """Update an unfinished job from its result.json, because a killed sweep has not recorded how the job ended."""
+    try:
+        result = read_result(folder)
+    except ValueError:
+        return
+    if job.status in UNFINISHED and result.status != "interrupted":
+        job.status, job.reason, job.seconds = result.status, result.reason, result.seconds.get("total")
+        if result.neighbours < job.neighbours:
+            result.neighbours = job.neighbours
+            write_result(folder, result)
+
+
+class LocalJob:
+    """Job of a sweep that runs in its own processes, on some or all devices of this machine."""
+
+    def __init__(self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None) -> None:
+        """`watch`: returns a reason to stop the job early. `server`: forks the job; None: the job starts as a command."""
+        self.job, self.folder, self._watch, self._server = job, folder, watch, server
+        self._prune_reason = ""
+        self._began = time.monotonic()
+        self._oom_kills = hardware.oom_kills()
+        # None before the start, and for SlurmJob.
+        self._process: subprocess.Popen[bytes] | ForkedJob | None = None
+
+    def start(self, need: Requirement, names: Sequence[str]) -> None:
+        """Start the job on the devices `names`; if empty, on all devices that this process may use."""
+        variables, self._cores = share_of(need, names)
+        self._environment = {**with_project_on_path(os.environ), **variables}
+        (self.folder / "logs").mkdir(exist_ok=True)
+        if self._server is None:
+            self._start_command()
+        else:
+            self._process = self._server.start(self.folder, self._environment, self._cores)
+
+    def _start_command(self) -> None:
+        with open(self.folder / "logs" / "console.log", "ab") as console:
+            self._process = subprocess.Popen(
+                job_command(self.folder),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C reaches only the sweep, which sends it to the job once
+                # Called before any code of the job, because the sweep may be killed before that code runs.
+                preexec_fn=partial(limit_job, os.getpid(), self._cores),
+            )
+
+    def has_left(self) -> bool:
+        """Return True if the process has exited. A job whose fork server was killed starts again, as a command."""
+        assert self._process is not None
+        has_left = self._process.poll() is not None
+        # It continues from its checkpoint.
+        if isinstance(self._process, ForkedJob) and self._process.is_lost and read_status(self.folder) != "done":
+            self._start_command()
+            return False
+        return has_left
+
+    def send(self, number: int) -> None:
+        """Send signal `number` to the job, which then saves a checkpoint and exits."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until the job's process has exited."""
+        if self._process is not None:
+            self._process.wait()
+
+    def exit_code(self) -> int:
+        """Return the exit code of the job's process; 0 if no process was started."""
+        return 0 if self._process is None or self._process.returncode is None else self._process.returncode
+
+    def without_result(self, error: str) -> tuple[str, str]:
+        """Return (status, reason) for a job that exited without a result.json. `error`: the text from reading that file."""
+        if self.exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
+            return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
+        if not self.folder.is_dir():
+            return "failed", f"{self.folder}: this run folder was deleted or moved"
+        if self.exit_code() == -signal.SIGKILL:
+            reason = "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or fewer workers"
+            return "failed", f"{reason}, or sweep.jobs=1"
+        if self.exit_code() < 0:
+            return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
+        return "failed", f"exit code {self.exit_code()}, and {error}"
+
+    def has_ended(self) -> bool:
+        """Return True if the job has exited. Otherwise stop the job if its `watch` function returns a reason to."""
+        if self.has_left():
+            if self._watch is not None:
+                self._watch()  # reports the last values of the trial, with which Optuna compares other trials
+            return True
+        if self._watch is not None and not self._prune_reason and (reason := self._watch()):
+            self._prune_reason = reason
+            self.send(signal.SIGTERM)
+        return False
+
+    def conclude(self, stopped_by: int | None) -> Result | None:
+        """Record how the job ended, after signal `stopped_by` if that stopped the sweep. Return its result, None if it has none."""
+        job = self.job
+        job.ended, job.seconds = now(), time.monotonic() - self._began
+        try:
+            result = read_result(self.folder)
+        except ValueError as error:
+            if self._prune_reason:
+                job.status, job.reason = "pruned", self._prune_reason
+            elif stopped_by is not None:
+                name = signal.Signals(stopped_by).name
+                job.status, job.reason = "interrupted", f"stopped by {name} before its first step"
+            else:
+                job.status, job.reason = self.without_result(str(error))
+            return None
+        before = (result.status, result.neighbours)
+        # A signal may arrive after the result was written.
+        was_signaled = self._prune_reason or stopped_by is not None
+        # The kernel kills a job with its fork server, perhaps while the job exits.
+        is_lost = isinstance(self._process, ForkedJob) and self._process.is_lost
+        if self.exit_code() != 0 and result.status == "done" and not was_signaled and not is_lost:
+            job.status, job.reason = "failed", f"exit code {self.exit_code()} after its result was written"
+            return result
+        if self._prune_reason and result.status == "interrupted":
+            result.status, result.reason = "pruned", self._prune_reason
+        result.neighbours = job.neighbours
+        if (result.status, result.neighbours) != before:
+            write_result(self.folder, result)
+        job.status, job.reason = result.status, result.reason
+        return result

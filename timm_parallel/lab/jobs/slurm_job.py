@@ -1,0 +1,105 @@
+"""Trial of a search as a Slurm job. The job survives a killed search; a resumed search finds it by its script's path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from timm_parallel.cluster.slurm import JOB_ID, SCRIPT, cancel, jobs_in_queue, sbatch, state_of, write_script
+from timm_parallel.config.compose import load_config
+from timm_parallel.lab.jobs.local_job import LocalJob, Watch
+from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.machine.files import write_text
+from timm_parallel.record.jobs import Job
+from timm_parallel.record.result import Result, read_status
+
+LOOK_SECONDS = 3.0  # between two queries of Slurm's queue, which all users share
+PATIENCE_SECONDS = 60.0  # without an answer of the controller, before a search gives up
+CONTINUES = (None, "interrupted")  # statuses of a trial that Slurm has not started, or has stopped to start it again
+FILES_SECONDS = 10.0  # until a network file system shows what a node has written
+
+
+class SlurmQueue:
+    """Cached list of this user's jobs in Slurm's queue, so that all trials together send one query every few seconds."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, str] = {}
+        self._looked = -LOOK_SECONDS
+
+    def job_of(self, script: Path) -> str | None:
+        """Return the id of the queued or running job with this script, or None, as known up to three seconds ago."""
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            # If the controller is busy or restarts, assume that nothing has changed.
+            with suppress(ValueError):
+                self._look()
+        return self._jobs.get(str(script))
+
+    def job_now(self, script: Path) -> str | None:
+        """Query the queue now, for up to a minute, and return the id of the job with this script; None if it is not queued."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                self._look()
+                return self._jobs.get(str(script))
+            except ValueError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(LOOK_SECONDS)
+
+    def submit(self, script: Path) -> str:
+        self._jobs[str(script)] = job = sbatch(script)
+        return job
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self._jobs = jobs_in_queue()
+
+
+class SlurmJob(LocalJob):
+    """Trial of a search that runs as a Slurm job."""
+
+    def __init__(self, job: Job, folder: Path, watch: Watch | None, queue: SlurmQueue) -> None:
+        super().__init__(job, folder, watch)
+        self._queue, self._script = queue, folder.resolve() / SCRIPT
+        self._number: str | None = None  # of its job in the queue
+        self._cancelled = False
+        self._missing_since: float | None = None  # neither in the queue nor with a final result
+
+    def start(self, need: Requirement, names: Sequence[str]) -> None:
+        self._number = self._queue.job_now(self._script)
+        if self._number is None:
+            if read_status(self.folder) not in CONTINUES:
+                return
+            write_script(load_config(self.folder), self.folder)
+            self._number = self._queue.submit(self._script)
+        write_text(self.folder / JOB_ID, f"{self._number}\n")
+
+    def has_left(self) -> bool:
+        status = read_status(self.folder)
+        if self._number is None or status == "done":
+            return True
+        if self._queue.job_of(self._script) is not None:
+            self._missing_since = None
+            return False
+        if self._cancelled or status not in CONTINUES:
+            return True
+        self._missing_since = self._missing_since or time.monotonic()
+        return time.monotonic() - self._missing_since > FILES_SECONDS
+
+    def send(self, number: int) -> None:
+        if self._number is not None:
+            self._cancelled = True
+            cancel(self._number)
+
+    def conclude(self, stopped_by: int | None) -> Result | None:
+        result = super().conclude(stopped_by)
+        if result is not None:
+            self.job.seconds = result.seconds.get("total")  # without the time in the queue
+        return result
+
+    def without_result(self, error: str) -> tuple[str, str]:
+        state = state_of(str(self._number))
+        status = "out_of_memory" if state == "OUT_OF_MEMORY" else "failed"
+        return status, f"job {self._number} left Slurm's queue{f' as {state}' if state else ''}, and {error}"

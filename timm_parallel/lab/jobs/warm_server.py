@@ -1,0 +1,167 @@
+"""Client, in the process of a sweep or search, of the server that forks its jobs (engine/launch/fork_server.py)."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from src.schema import Config
+from timm_parallel.launch.supervisor import with_project_on_path
+from timm_parallel.machine.platform import STOP_SIGNALS
+from timm_parallel.machine.process import SAFE_PATH, limit_job
+from timm_parallel.project import CODE, ROOT
+
+# Environment variables that a library reads when it is loaded, so a forked job has the values of the server.
+READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
+END_SECONDS = 5.0
+WAIT_SECONDS = 0.1
+
+
+class WarmServer:
+    """Client of a server process that imports torch once and then forks jobs. Without the server, jobs start as commands."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.jobs: dict[int, ForkedJob] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._loaded: dict[str, str] = {}  # variables and code files that the server has loaded
+        self._ids = itertools.count(1)
+
+    def takes(self, config: Config) -> bool:
+        """Return True if the server can fork a job with this config: one rank, on Linux, and no code changed since.
+
+        Return False for the jobs of a timed sweep, whose measured times include the imports of a new process.
+        """
+        if sys.platform != "linux" or config.parallel.has_ranks or config.sweep.timed:
+            return False
+        return self._process is None or (self._connection is not None and self._loaded == _files_and_variables())
+
+    def start(self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]) -> ForkedJob:
+        """Fork the job with run folder `folder` from the server, which the first call starts. Return its process."""
+        if self._process is None:
+            self._start_server()
+        job = ForkedJob(self, next(self._ids))
+        self.jobs[job.id] = job
+        self.send({"id": job.id, "folder": folder.resolve(), "environment": dict(environment), "cores": list(cores)})
+        return job
+
+    def close(self) -> None:
+        """End the process that forks jobs. Call it after all jobs have ended."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(END_SECONDS)
+
+    def kill(self) -> None:
+        """Kill the process that forks jobs, and with it all of these jobs."""
+        assert self._process is not None
+        self._process.kill()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a request to the server that forks jobs. Does nothing if the server has ended."""
+        if self._connection is not None:
+            # The handler of a stop signal sends too, so it must not run in the middle of a message.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            # The server has ended, which `update` notices.
+            with suppress(OSError):
+                self._connection.send(message)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def update(self, seconds: float = 0.0) -> None:
+        """Read messages of the server, which contain the exit codes of jobs. `seconds`: time to wait for one."""
+        if self._process is None or self._connection is None:
+            return
+        has_ended = self._process.poll() is not None
+        try:
+            # The jobs of a killed server keep the connection open until they have died; what they have forked may not die.
+            while self._connection.poll(END_SECONDS if has_ended else seconds):
+                message = self._connection.recv()
+                if "ready" in message:
+                    self.is_ready = True
+                else:
+                    self.jobs.pop(message["id"]).returncode = message["code"]
+        except (EOFError, OSError):
+            has_ended = True
+        if has_ended:
+            self._lose_jobs()
+
+    def _start_server(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        environment = with_project_on_path(os.environ) | {
+            # Else numpy's OpenBLAS starts threads when it is loaded; they do not survive a fork.
+            "OPENBLAS_NUM_THREADS": "1",
+            # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork cannot use.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        self._loaded = _files_and_variables()
+        self._process = subprocess.Popen(
+            [sys.executable, *SAFE_PATH, "-m", "src.train", "--serve", str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(limit_job, os.getpid(), []),
+        )
+        theirs.close()
+        self._connection = ours
+
+    def _lose_jobs(self) -> None:
+        """Mark all running jobs as lost after the server has ended: the kernel has killed them and their ranks with it."""
+        assert self._process is not None and self._connection is not None
+        self._connection.close()
+        self._connection = None
+        code = self._process.wait()
+        if any(job.signaled is None for job in self.jobs.values()):
+            print(f"The server that forks jobs exited with {code}; jobs now start as new processes", file=sys.stderr)
+        for job in self.jobs.values():
+            job.is_lost = job.signaled is None
+            job.returncode = -(job.signaled or signal.SIGKILL)
+        self.jobs.clear()
+
+
+class ForkedJob:
+    """Process of a job that the server has forked, with the methods of `subprocess.Popen` that LocalJob calls."""
+
+    def __init__(self, server: WarmServer, id: int) -> None:
+        self.server, self.id = server, id
+        self.returncode: int | None = None
+        self.signaled: int | None = None  # the first signal sent to the job
+        self.is_lost = False  # the server ended before the job, which no signal had stopped
+
+    def poll(self) -> int | None:
+        self.server.update()
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.returncode is None:
+            self.server.update(WAIT_SECONDS)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        self.signaled = self.signaled or number
+        if self.server.is_ready:
+            self.server.send({"id": self.id, "signal": number})
+        else:
+            # The server is still importing, so no job has started that would have to save.
+            self.server.kill()
+
+
+def _files_and_variables() -> dict[str, str]:
+    """Return what a process reads only at its start: variables in READ_AT_LOAD, and (the times of) our code files."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+    return variables | {
+        str(path): str(path.stat().st_mtime_ns) for name in CODE for path in (ROOT / name).rglob("*.py")
+    }

@@ -1,0 +1,48 @@
+"""`train.py --multirun`: compose the jobs of a sweep or search, and start, resume or only show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from src.schema import Config, DataConfig
+from timm_parallel.lab.search.space import FROZEN
+from timm_parallel.lab.search.tune import is_tuning, resume_tuning, start_tuning
+from timm_parallel.lab.sweep.dry_run import show_points
+from timm_parallel.lab.sweep.points import check_jobs_data, expand
+from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
+
+
+def run_multirun(
+    arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[Config], None]
+) -> int:
+    """Start, resume or show the sweep or search of a parsed command line. Return the exit code.
+
+    `training_size`: returns the number of training images, for a dry run. `check_data`: raises ValueError for bad data.
+    """
+    command, points = expand(arguments)
+    settings = command.config.sweep
+    earlier = None if settings.resume is None else Path(settings.resume)
+    if earlier is None:
+        for line in dict.fromkeys(line for point in points for line in point.notices):
+            print(line, flush=True)
+    if settings.tune and earlier is None:
+        check_jobs_data([point.config for point in points if not point.reason], check_data)
+        return start_tuning(command, points)
+    if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
+        # Imported here, because only a search needs Optuna.
+        from timm_parallel.lab.search.search import resume_search, start_search
+
+        if earlier is None:
+            return start_search(command, points[0], check_data)
+        return resume_search(earlier, command, check_data)
+    if earlier is not None and is_tuning(earlier):
+        return resume_tuning(earlier, command)
+    if earlier is not None:
+        return resume_sweep(earlier, command, check_data)
+    check_jobs_data([point.config for point in points if not point.reason], check_data)
+    if settings.dry_run:
+        show_points(points, settings, training_size)
+        return 0
+    return start_sweep(command, points)

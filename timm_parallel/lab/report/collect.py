@@ -1,0 +1,127 @@
+"""Read sweep and run folders into RunRecords. No other file of the report knows the folder layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from timm_parallel.lab.analysis.runs import RunRecord, parse_overrides
+from timm_parallel.machine.text import as_number
+from timm_parallel.record.code_diff import CODE_DIFF
+from timm_parallel.record.jobs import Job, read_jobs
+from timm_parallel.record.result import read_metrics, read_result
+
+# Prefer libyaml's loader: the parser in Python needs 15 ms per config, a minute for a large study.
+SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def collect(folders: list[Path]) -> list[RunRecord]:
+    """Return the RunRecords of run folders and of all jobs in sweep folders. Raises ValueError for unreadable ones."""
+    unique = list(dict.fromkeys(folder.resolve() for folder in folders))
+    root = Path(os.path.commonpath(unique))
+    runs: dict[Path, RunRecord] = {}
+    # Sweeps first: a run that is also given separately counts once, as the sweep's job.
+    for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
+        try:
+            for run in _read_folder(folder, root):
+                runs.setdefault(run.folder.resolve(), run)
+        except ValueError as error:
+            raise ValueError(f"{error}; restore the file, or leave the folder out of the report") from None
+    return list(runs.values())
+
+
+def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
+    if (folder / "jobs.json").is_file():
+        jobs = read_jobs(folder).jobs
+        if not jobs:
+            raise ValueError(f"{folder / 'jobs.json'}: has no jobs")
+        return [_read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs]
+    if (folder / "result.json").is_file():
+        return [_read_run(folder, root, None)]
+    raise ValueError(f"{folder}: has no jobs.json and no result.json; expected a sweep, or a run that has ended")
+
+
+def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
+    """Read one run folder. `job` is None for a run outside a sweep."""
+    result = flat(vars(read_result(folder))) if (folder / "result.json").is_file() else {}
+    status, reason = (job.status, job.reason or "") if job else ("", "")
+    if result and status not in ("waiting", "running"):
+        status, reason = result["status"], result["reason"] or reason
+    elif not result and status == "done":
+        status, reason = "failed", f"{folder.name}: no result.json, although jobs.json says done"
+    name = os.path.relpath(folder, root)
+    config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
+    return RunRecord(
+        name=folder.name if name == "." else name,
+        folder=folder,
+        status=status,
+        reason=" ".join(str(reason).split()),
+        sweep=sweep,
+        block=job.block if job else 0,
+        position=job.id if job else None,
+        overrides=tuple(job.overrides) if job else (),
+        model_option=_option(folder, "model"),
+        # The override is of the trials of a search without search=… on its command line.
+        is_trial=_option(folder, "search") not in ("", "null")
+        or (job is not None and "search.sampler=null" in job.overrides),
+        seed=_seed(job) if job else None,
+        changes=_hash(folder / CODE_DIFF),
+        result=result,
+        config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
+        environment=_read(folder / "environment.json", "JSON", json.loads),
+    )
+
+
+def read_curve(folder: Path, metric: str) -> dict[int, float]:
+    """Return the values of a metric of a run by step; empty if it was not logged."""
+    path = folder / "metrics.jsonl"
+    lines = read_metrics(path) if path.is_file() else ()
+    return {line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None}
+
+
+def _seed(job: Job) -> int | None:
+    """Return the seed of a job, from its overrides if they set another one: repeats add their number to it."""
+    given = parse_overrides(job.overrides).get("seed", "")
+    if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
+        return int(given)
+    return job.seed
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:6] if path.is_file() else ""
+
+
+def _option(folder: Path, group: str) -> str:
+    """Return the chosen option of a config group (`tiny` of `model`) from .hydra/hydra.yaml; empty if unknown."""
+    # Searching the text is quick; parsing it takes 10 ms.
+    path = folder / ".hydra" / "hydra.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    match = re.search(rf"^    choices:\n(?:      .*\n)*?      {group}: (\S+)$", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the contents of a file as flat dotted keys; empty if there is no file."""
+    try:
+        tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{path}: cannot be read as {kind} ({first})") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected {kind} with keys and values, got {type(tree).__name__}")
+    return flat(tree)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten `{"data": {"root": 1}}` to `{"data.root": 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values

@@ -1,0 +1,234 @@
+"""A hyper-parameter search: Optuna proposes each next trial, and a trial is a job like those of a sweep.
+
+Only this process accesses the study. A trial's value is the objective in its result.json; its metrics.jsonl is used for
+pruning. Trials start from search.yaml, so YAML edits do not affect them. A search and its trials continue after a stop.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.schema import Config
+from timm_parallel.cluster.slurm import JOB_ID, check_scheduler
+from timm_parallel.config.compose import Command
+from timm_parallel.lab.jobs.devices import jobs_at_a_time
+from timm_parallel.lab.jobs.local_job import sync_from_result
+from timm_parallel.lab.jobs.slurm_job import SlurmQueue
+from timm_parallel.lab.search.confirm import check_confirmation, confirm_best
+from timm_parallel.lab.search.space import (
+    check_space,
+    freeze_search,
+    natural_direction,
+    read_search,
+    read_space,
+    trial_point,
+)
+from timm_parallel.lab.search.study import Follower, ask, open_study
+from timm_parallel.lab.sweep.points import Point, check_jobs_data, freeze_job, keys_that_may_change
+from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.machine.files import claim_folder
+from timm_parallel.machine.secrets import hide
+from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
+from timm_parallel.record.result import read_result
+
+if TYPE_CHECKING:  # slow to import
+    import optuna
+
+
+def start_search(command: Command, base: Point, check_data: Callable[[Config], None]) -> int:
+    """Create and run a new search. Return the exit code."""
+    config, settings = command.config, command.config.search
+    if config.cluster.scheduler == "slurm" and not config.cluster.submit:
+        raise ValueError("cluster.submit=false: a search submits its trials one after another; use cluster.submit=true")
+    check_scheduler(config.cluster)
+    space = read_space(command)
+    check_jobs_data([*check_space(config, base.tree, space), *check_confirmation(config, base.tree, space)], check_data)
+    max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
+    folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
+    freeze_search(
+        folder,
+        base.tree,
+        space,
+        seed=config.seed if settings.seed is None else settings.seed,
+        direction=natural_direction(config.objective),
+        study_name=settings.study_name or f"{config.task_name} {folder.parent.name} {folder.name}",
+    )
+    try:
+        search = Search(new_jobs(folder), settings.n_trials, max_jobs, is_new=True)
+    except ValueError:
+        shutil.rmtree(folder)
+        raise
+    try:
+        code = search.run()
+    except ValueError:
+        # Slurm has refused the first trial and would refuse all. Remove the study too, so that its name is free.
+        if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
+            import optuna
+
+            optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
+            shutil.rmtree(folder)
+        raise
+    return _confirm(search, settings.confirm, code)
+
+
+def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+    """Continue the search in `folder` until it has n_trials trials. Return the exit code."""
+    config, base, space = read_search(folder)
+    check_scheduler(config.cluster)
+    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs", "search.confirm")
+    for key in ("n_trials", "n_jobs", "confirm"):
+        if f"search.{key}" in keys:
+            setattr(config.search, key, getattr(command.config.search, key))
+    # Without this check, all trials would be skipped on a machine that cannot run them.
+    check_jobs_data([*check_space(config, base, space), *check_confirmation(config, base, space)], check_data)
+    max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
+    jobs = read_jobs(folder)
+    jobs.status = "running"
+    search = Search(jobs, config.search.n_trials, max_jobs, is_new=False)
+    return _confirm(search, config.search.confirm, search.run())
+
+
+def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
+    """Confirm the best trial of a search that has ended with exit code `code`. Return the new exit code."""
+    if num_seeds is None or search.stopped_by is not None:
+        return code
+    if code:
+        print("confirm      skipped: trials are missing or none has a value", file=sys.stderr)
+        return code
+    best = search.study.best_trial
+    values = [dimension.override(best.params[dimension.name]) for dimension in search.space]
+    code = confirm_best(search.jobs, best.number, values, num_seeds, search.max_jobs)
+    search.write_page()
+    return code
+
+
+class Search(Runner):
+    """Runner of a search: asks the study for the next trial when a job may start. A trial's number is its job id."""
+
+    needed_at_end = ("timm_parallel.lab.search.page",)
+
+    def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
+        """Open the study and list the trials to run. `max_jobs`: concurrent trials; None: as many as devices allow."""
+        self.config, self.base, self.space = read_search(jobs.folder)
+        super().__init__(jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None)
+        self.study = open_study(jobs.folder, self.config, is_new)
+        self.n_trials = n_trials
+        self.failed = 0  # since this process started
+        # If the search was killed before it wrote jobs.json, the study has later results.
+        attributes = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
+        for job in jobs.jobs:
+            if job.status in UNFINISHED and job.id in attributes:
+                job.status, job.reason = attributes[job.id]["status"], attributes[job.id]["reason"]
+        begun = sum(job.status not in UNFINISHED or bool(job.overrides) for job in jobs.jobs)
+        del jobs.jobs[max(begun, n_trials) :]
+        for number in range(len(jobs.jobs), n_trials):
+            jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
+        self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
+        for job in self._to_come:
+            # With Slurm, its queue has later news than the folder of a trial.
+            if job.status == "running" and self.slurm is None:
+                sync_from_result(job, jobs.folder / job.folder)
+            if job.status in UNFINISHED:
+                job.reset()
+        self._next: Job | None = None  # the study has chosen it, but it has not started
+        self._trials: dict[int, optuna.Trial] = {}  # the study has chosen them, but does not have their results
+        self._values: dict[int, float] = {}  # of the trials that ended since this process started
+
+    def waiting(self) -> list[Job]:
+        """Return a list with the next trial, if any. The study chooses it as late as possible, to use earlier results."""
+        if self._next is None and not self._scheduler.is_full and not self._has_failed_too_often():
+            self._next = self._ask()
+        return [] if self._next is None else [self._next]
+
+    def watch(self, job: Job) -> Follower:
+        self._next = None
+        path = self.jobs.folder / job.folder / "metrics.jsonl"
+        return Follower(self._trials[job.id], path, self.config.objective)
+
+    def ended(self, job: Job) -> None:
+        self._tell(job, self._trials.pop(job.id))
+        super().ended(job)
+
+    def outcome(self, job: Job) -> str:
+        """Return the number of an ended trial, and its value or its status."""
+        if job.status != "done":
+            return f"trial {job.id}  {job.status}"
+        return f"trial {job.id}  {self.config.objective} {self._values[job.id]:.4f}"
+
+    def _ask(self) -> Job | None:
+        """Choose the next trial that can run here, save its config and return its job; None if no trial is left."""
+        while self._to_come:
+            job = self._to_come.pop(0)
+            trial = ask(self.study, self.config.search, self.space, job.id, self.max_jobs)
+            self._trials[job.id] = trial
+            # A trial that an earlier process started keeps its config.
+            if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):
+                self._freeze(job, trial)
+            if job.status == "waiting":
+                return job
+            # This trial cannot run here, or is done already.
+            self.ended(job)
+        return None
+
+    def _freeze(self, job: Job, trial: optuna.Trial) -> None:
+        values = {dimension: trial.params[dimension.name] for dimension in self.space}
+        job.name = ",".join(f"{d.name}={v:.4g}" if isinstance(v, float) else d.override(v) for d, v in values.items())
+        try:
+            point = trial_point(self.base, [d.override(value) for d, value in values.items()], job.id)
+            job.overrides, job.folder = point.overrides, point.subdir
+            freeze_job(self.jobs.folder, job, point)
+        except ValueError as error:  # each value is possible, but not their combination
+            job.status, job.reason = "skipped", hide(str(error))
+
+    def _tell(self, job: Job, trial: optuna.Trial) -> None:
+        """Record in the study how a trial ended, unless it was interrupted: such a trial continues later."""
+        from optuna.trial import TrialState
+
+        value = read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
+        if job.status == "done" and (value is None or not math.isfinite(value)):
+            job.status, job.reason = "not_finite", f"{self.config.objective} is {value}"
+        trial.set_user_attr("status", job.status)
+        trial.set_user_attr("reason", job.reason)
+        self.failed += job.status in FAILED
+        if job.status == "done" and value is not None:
+            self._values[job.id] = value
+            self.study.tell(trial, value)
+        elif job.status != "interrupted":
+            self.study.tell(trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
+
+    def _has_failed_too_often(self) -> bool:
+        """Return True if so many trials have failed that the search should not start more; print this once."""
+        limit = self.config.search.max_failure_rate
+        if self.failed <= limit * self.n_trials:
+            return False
+        if self._to_come:
+            reason = f"more than search.max_failure_rate={limit:g} allows; no more trials start"
+            print(f"{self.failed} of {self.n_trials} trials have failed, {reason}", file=sys.stderr)
+        self._to_come.clear()
+        return True
+
+    def write_page(self) -> Path:
+        """Write search.html and return its path."""
+        from timm_parallel.lab.search.page import write_search_page
+
+        return write_search_page(self.jobs, self.study, self.config)
+
+    def _close(self) -> int:
+        """Write search.html, print the summary, and return the exit code: 0 if any trial has a value."""
+        print(f"search       {self.jobs.counts()}")
+        has_value = any(job.status == "done" for job in self.jobs.jobs)
+        if has_value:
+            job = self.jobs.jobs[self.study.best_trial.number]
+            best = f"{self.config.objective} {self.study.best_value:.4f}"
+            print(f"best         {best} in trial {job.id}: {job.name}")
+            print(f"again        {shlex.join(['python', 'train.py', *job.overrides])}")
+        print(f"page         {self.write_page()}")
+        if self.stopped_by is not None:
+            return self._say_stopped(self.stopped_by)
+        return 0 if has_value and self.jobs.status == "done" else 1

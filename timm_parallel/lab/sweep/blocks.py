@@ -1,0 +1,69 @@
+"""Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with another seed.
+
+Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The Design of Experiments).
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+from timm_parallel.keys import SweepConfig, leaves
+from timm_parallel.lab.jobs.folders import claim_job_folder
+from timm_parallel.lab.sweep.points import Point, freeze_job, names_of
+from timm_parallel.record.jobs import Job, Jobs, new_jobs
+
+
+def check_blocks(points: list[Point], settings: SweepConfig) -> None:
+    """Raise ValueError if a repeated sweep also varies the seed, or if no configuration matches sweep.baseline."""
+    if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
+        fix = "repeats differ in their seeds, but the sweep also varies seed; drop one of the two"
+        raise ValueError(f"sweep.repeats={settings.repeats}: {fix}")
+    if settings.baseline is not None:
+        from timm_parallel.lab.analysis.settings import check_baseline  # slow to import
+
+        configs = [{key: value for key, value, _ in leaves(point.config)} for point in points]
+        check_baseline(settings.baseline, [point.overrides for point in points], configs)
+
+
+def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
+    """Write jobs.json and each configuration, so that later edits do not change queued jobs. Tests set `order_seed`."""
+    repeated = settings.repeats != 1
+    shuffled = repeated if settings.shuffle is None else settings.shuffle
+    jobs = new_jobs(folder)
+    jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
+    first = []
+    for number, (name, point) in enumerate(zip(names_of(points), points, strict=True)):
+        subdir = f"{point.subdir}_block_0" if repeated else point.subdir
+        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed, configuration=number))
+        freeze_job(folder, first[-1], point)
+    _append(jobs, first, block=0)
+    for _ in range(1, settings.repeats):
+        append_block(jobs)
+    jobs.write()
+    return jobs
+
+
+def append_block(jobs: Jobs) -> None:
+    """Append jobs that repeat all configurations once more, except failed and skipped ones."""
+    block, repeated = jobs.num_blocks, []
+    for first in jobs.jobs:
+        if first.block == 0 and first.status in ("waiting", "done"):
+            assert first.seed is not None
+            subdir = first.folder.replace("_block_0", f"_block_{block}", 1)
+            job = replace(first, folder=subdir, block=block, seed=first.seed + block)
+            job.reset()
+            claim_job_folder(jobs.folder, job)
+            repeated.append(job)
+    _append(jobs, repeated, block)
+
+
+def _append(jobs: Jobs, more: list[Job], block: int) -> None:
+    """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of this repeat."""
+    if jobs.order_seed is not None:
+        random.Random(f"{jobs.order_seed} {block}").shuffle(more)
+    for job in more:
+        job.id = len(jobs.jobs)
+        jobs.jobs.append(job)

@@ -1,0 +1,102 @@
+"""Print the progress of a sweep: a line per ended job, and a progress bar in a terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from timm_parallel.record.jobs import UNFINISHED, Job, Jobs
+
+UPDATE_SECONDS = 0.25
+SILENT_SECONDS = 2.0
+LINE_SECONDS = 10.0
+COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+
+
+class PipeSafeConsole(Console):
+    """Console that ignores a closed pipe: at Ctrl-C `| tee` exits first, but the jobs must still be recorded."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+class Board:
+    """Console output of a running sweep: a line per ended job, and a progress bar in a terminal."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._console = PipeSafeConsole(soft_wrap=True, markup=False, emoji=False, highlight=False)
+        # Without rich's refresh thread, because jobs are forked from this process.
+        hide_bar = not self._console.is_terminal
+        self._bar = Progress(*COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar)
+        self._task = self._bar.add_task("")
+        self._updated = 0.0
+        self._began = time.monotonic()
+        self._ended = 0  # jobs that have ended since this process started
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the progress bar while the code of the `with` statement runs."""
+        self.say(f"sweep of {len(self._jobs.jobs)} jobs in {self._jobs.folder}")
+        with self._bar:
+            yield
+
+    def update(self, now: bool = False) -> None:
+        """Redraw the progress bar, at most a few times a second unless `now`."""
+        if now or time.monotonic() - self._updated > UPDATE_SECONDS:
+            self._updated = time.monotonic()
+            description = ", ".join(filter(None, (self._jobs.counts(), self._time_left())))
+            total = len(self._jobs.jobs)
+            self._bar.update(self._task, total=total, completed=self._count_ended(), description=description)
+            self._bar.refresh()
+
+    def say(self, line: str) -> None:
+        self._console.print(line)
+
+    def ended(self, job: Job, outcome: str = "") -> None:
+        """Print how a job ended: `1/4 done  18.7 s  seed=1`. `outcome`: text instead of the count and the status."""
+        self._ended += 1
+        total = str(len(self._jobs.jobs))
+        outcome = outcome or f"{self._count_ended():{len(total)}}/{total} {job.status}"
+        reason = f": {job.reason}" if job.reason else ""
+        self.say(f"{outcome}  {job.seconds or 0:.1f} s  {job.name}{reason}")
+        self.update(now=True)
+
+    def _count_ended(self) -> int:
+        return sum(job.status not in UNFINISHED for job in self._jobs.jobs)
+
+    def _time_left(self) -> str:
+        """Estimate the time left from the jobs that this process has finished; empty before the first."""
+        left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs)
+        seconds = (time.monotonic() - self._began) * left / max(1, self._ended)
+        return f"about {seconds:.0f} s left" if self._ended and left else ""
+
+
+@contextmanager
+def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show the progress of a slow loop on stderr. Yields a function to call after each of `total` items."""
+    console = PipeSafeConsole(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
+    bar = Progress(*COLUMNS, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(doing, total=total)
+    shown_next = time.monotonic() + SILENT_SECONDS
+
+    def count() -> None:
+        nonlocal shown_next
+        bar.tasks[task].completed += 1
+        if time.monotonic() < shown_next:
+            return
+        shown_next = time.monotonic() + (LINE_SECONDS if bar.disable else UPDATE_SECONDS)
+        if bar.disable:
+            console.print(f"{doing}: {bar.tasks[task].completed:.0f} of {total}")
+        bar.start()
+        bar.refresh()
+
+    try:
+        yield count
+    finally:
+        bar.stop()

@@ -1,0 +1,32 @@
+"""Print the headline result of a sweep's report in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from timm_parallel.machine.files import read_json
+
+MOST_ROWS = 20
+
+
+def show_headline(folder: Path) -> None:
+    """Print the table and the first sentence of report.json in `folder`, and the command that the report recommends."""
+    from timm_parallel.lab.report.records import FORMAT  # slow to import
+
+    report = read_json(folder / "report.json", FORMAT, "was a report written here?")
+    rows = report["table"]
+    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False)
+    if rows:
+        table = Table(*rows[0])
+        for row in rows[:MOST_ROWS]:
+            table.add_row(*row.values())
+        console.print(table)
+    if len(rows) > MOST_ROWS:
+        console.print(f"… {len(rows) - MOST_ROWS} more rows in the report")
+    # Without a finished job there is no lead; an inconclusive lead has no command.
+    lead = report["lead"] or {"sentence": "", "command": ""}
+    for line in filter(None, (lead["sentence"], lead["command"])):
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,107 @@
+"""Run a sweep: save the config of every job, run the jobs and their repeats, and write the report."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from src.schema import Config
+from timm_parallel.cluster.slurm import check_scheduler
+from timm_parallel.config.compose import Command
+from timm_parallel.lab.jobs.devices import jobs_at_a_time
+from timm_parallel.lab.jobs.folders import config_folder, frozen_config
+from timm_parallel.lab.jobs.local_job import sync_from_result
+from timm_parallel.lab.jobs.slurm_job import SlurmQueue
+from timm_parallel.lab.sweep.blocks import check_blocks, freeze_jobs
+from timm_parallel.lab.sweep.headline import show_headline
+from timm_parallel.lab.sweep.points import Point, check_jobs_data, keys_that_may_change
+from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.machine.files import claim_folder
+from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
+
+
+def start_sweep(command: Command, points: list[Point]) -> int:
+    """Save the configs of all jobs of a new sweep, then run the jobs. Return the exit code."""
+    settings, cluster = command.config.sweep, command.config.cluster
+    configs = [point.config for point in points if not point.reason]
+    if not configs:
+        raise ValueError(f"no job of this sweep can run here; reason of the first job: {points[0].reason}")
+    check_blocks(points, settings)
+    if cluster.scheduler != "local" and any(config.cluster != configs[0].cluster for config in configs):
+        raise ValueError("cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster keys")
+    max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
+    check_scheduler(cluster)
+    folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
+    try:
+        jobs = freeze_jobs(folder, points, settings)
+    except BaseException:  # also Ctrl-C: without jobs.json, the sweep could not be resumed
+        shutil.rmtree(folder)
+        raise
+    return _run(jobs, max_jobs, configs[0], is_new=True)
+
+
+def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+    """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the exit code."""
+    keys = keys_that_may_change(command, folder, "sweep.jobs")
+    jobs = read_jobs(folder)
+    configs = reset_unfinished(jobs)
+    first = configs[0] if configs else command.config
+    max_jobs = jobs_at_a_time("sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first)
+    check_jobs_data(configs, check_data)
+    return _run(jobs, max_jobs, first, is_new=False)
+
+
+def reset_unfinished(jobs: Jobs) -> list[Config]:
+    """Make the missing and failed jobs of a stopped sweep wait again, also those without a folder. Return their configs."""
+    configs: list[Config] = []
+    for job in jobs.jobs:
+        folder = jobs.folder / job.folder
+        sync_from_result(job, folder)
+        is_deleted = job.status == "done" and not folder.exists()
+        if job.status in (*UNFINISHED, *FAILED) or is_deleted:
+            configs.append(frozen_config(config_folder(jobs.folder, job)))
+            job.reset()
+    jobs.status = "running"
+    return configs
+
+
+def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
+    if config.cluster.scheduler == "slurm":
+        from timm_parallel.lab.jobs.slurm_array import submit_array
+
+        return submit_array(jobs, max_jobs, config, is_new)
+    return Sweep(jobs, max_jobs).run()
+
+
+class Sweep(Runner):
+    """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
+
+    def __init__(self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None) -> None:
+        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow."""
+        super().__init__(jobs, max_jobs, slurm)
+        config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
+        # An import would slow down the start of a timed job.
+        self.needed_at_end = () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
+
+    def waiting(self) -> list[Job]:
+        return [job for job in self.jobs.jobs if job.status == "waiting"]
+
+    def _close(self) -> int:
+        from timm_parallel.lab.report.report import write_report
+
+        report = write_report([self.jobs.folder])
+        show_headline(self.jobs.folder)
+        print(f"sweep        {self.jobs.counts()}")
+        for job in self.jobs.jobs:
+            if job.status == "skipped":
+                print(f"skipped      {job.name}: {job.reason}")
+        print(f"report       {report}")
+        if self.stopped_by is not None:
+            return self._say_stopped(self.stopped_by)
+        for job in self.jobs.jobs:
+            if job.status in (*FAILED, "interrupted"):
+                log = self.jobs.folder / job.folder / "logs"
+                print(f"{job.status}: {job.name}: {job.reason} (log: {log})", file=sys.stderr)
+        return self.jobs.exit_code()

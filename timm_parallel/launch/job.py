@@ -1,0 +1,135 @@
+"""Launcher of one run: writes the files that its ranks read, starts the ranks, and records how they ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from src.schema import ResolvedConfig
+from timm_parallel.cluster.kubernetes import write_manifest
+from timm_parallel.cluster.slurm import write_script
+from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.faults.failure import RankExits, failure_files, failure_text, first_failure
+from timm_parallel.launch.supervisor import StartRank, run_ranks, start_command
+from timm_parallel.machine.files import write_json
+from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.process import SAFE_PATH, process_start_time
+from timm_parallel.record.code_diff import write_code_diff
+from timm_parallel.record.environment import environment_facts
+from timm_parallel.record.result import Result, read_segments, read_status, write_result
+
+
+def job_command(folder: Path) -> list[str]:
+    """Return the command with which a sweep runs the saved config of a run folder in a separate process."""
+    return [sys.executable, *SAFE_PATH, "-m", "timm_parallel.launch.job", str(folder)]
+
+
+def main(folder: Path, start_rank: StartRank = start_command) -> int:
+    """Lock a run folder and run the config saved in it, as a job of a sweep. Return the exit code."""
+    with lock_folder(folder):
+        return run_job(load_config(folder), folder, start_rank)
+
+
+def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
+    """Train with `config` in child processes, or write the job file for Slurm or Kubernetes. Return the exit code."""
+    if config.cluster.scheduler != "local":
+        save_config(config, folder)
+        write_job_file = write_script if config.cluster.scheduler == "slurm" else write_manifest
+        write_job_file(config, folder)
+        return 0
+    prepare(config, folder)
+    return conclude(config, folder, run_ranks(config, folder, start_rank=start_rank))
+
+
+def prepare(config: ResolvedConfig, folder: Path) -> None:
+    """Write config.yaml and environment.json for the ranks, and remove the result and failures of an earlier attempt."""
+    for stale in [folder / "result.json", *failure_files(folder)]:
+        stale.unlink(missing_ok=True)
+    save_config(config, folder)
+    environment = environment_facts(config)
+    write_json(folder / "environment.json", environment)
+    write_code_diff(folder, environment["dirty"])
+
+
+def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None) -> int:
+    """Record in result.json why a run stopped or failed, and print it to `console` (stderr). Return the exit code."""
+    console = console or sys.stderr
+    # A signal that arrives while the ranks of a finished run exit does not count.
+    if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
+        return 0
+    if ended.signal is not None and not ended.folder_problem:
+        name = signal.Signals(ended.signal).name
+        _try_to_record(config, folder, ended, console, "interrupted", f"stopped by {name}")
+        hint = "No checkpoint was saved; to start again, give the same command"
+        if any((folder / "checkpoints").glob("*.pt")):
+            hint = f"Continue with: python train.py {shlex.quote(f'resume={folder}')}"
+        print(f"Stopped by {name}. {hint}", file=console, flush=True)
+        return 128 + ended.signal
+    failure = first_failure(folder, ended)
+    # Printed first: result.json may not fit on the disk.
+    print(failure_text(failure), file=console, flush=True)
+    _try_to_record(config, folder, ended, console, failure["status"], failure["reason"], failure)
+    return int(failure["exit_code"]) if ended.signal is None else 128 + ended.signal
+
+
+def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
+    """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a run that has ended."""
+    if not (folder / "result.json").exists():
+        record_end(config, folder, "interrupted", f"stopped by {number.name}")
+
+
+def _try_to_record(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any) -> None:
+    """Write result.json, unless the run folder is gone. `outcome`: the further arguments of `record_end`."""
+    if ended.folder_problem:
+        _remove_leftovers(folder)
+        return
+    try:
+        record_end(config, folder, *outcome)
+    except OSError as error:
+        print(f"{folder / 'result.json'}: could not be written ({error.strerror or error})", file=console, flush=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a rank has written into the run folder while the user deleted it, so that `rm -rf` could not finish."""
+    # The config of another run that has taken the name.
+    if (folder / "config.yaml").exists():
+        return
+    for path in failure_files(folder):
+        path.unlink(missing_ok=True)
+    for path in (folder / "checkpoints", folder / "logs", folder):
+        # Not empty, or gone.
+        with suppress(OSError):
+            path.rmdir()
+
+
+def record_end(
+    config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
+) -> None:
+    """Write result.json with `status` and `reason` for a run that was stopped or failed, so that no rank wrote one."""
+    parallel, segments = config.parallel, read_segments(folder)
+    result = Result(
+        status="failed" if status == "refused" else status,
+        reason=reason,
+        strategy=parallel.strategy,
+        accelerator=parallel.accelerator,
+        devices=parallel.devices,
+        nodes=config.cluster.nodes,
+        model=config.model.name,
+        batch_size=config.global_batch,
+        tags=config.tags,
+        started=segments[0]["started"] if segments else None,
+        segments=segments,
+        failure=failure,
+        seconds={"total": time.time() - process_start_time(os.getpid())},
+    )
+    write_result(folder, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

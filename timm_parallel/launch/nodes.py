@@ -1,0 +1,146 @@
+"""Exchange of hardware inventories and the config between nodes, or between ranks that torchrun or srun started."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.schema import ParallelConfig, ResolvedConfig
+from timm_parallel.config.compose import load_config
+from timm_parallel.machine import hardware
+from timm_parallel.machine.files import write_text
+from timm_parallel.machine.ranks import first_difference, host_name
+from timm_parallel.project import CODE, ROOT
+from timm_parallel.record.environment import version_of
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INVENTORY_POLL_SECONDS = 0.2
+CONFIG = "config"  # a key of the store
+REFUSAL_SECONDS = 10.0  # for the other processes to read a refusal before the store closes
+# Node 0 gives up after parallel.start_timeout. The other nodes do not know that value yet.
+LONGEST_WAIT = timedelta(days=1)
+LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # they decide the numbers of a step
+
+
+@dataclass
+class NodeInventory:
+    """Host name, node number, cores and CUDA devices that a process of a run can use, published for rank 0."""
+
+    node: int
+    host: str
+    ranks: int  # on its node; 0 if unknown
+    cores: list[int]
+    devices: list[str]
+    software: dict[str, str] = field(default_factory=dict)  # only of the first process of a node
+
+
+def publish_inventory(store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None) -> None:
+    """Publish the cores and CUDA devices of this process in the store; with `arguments`, versions and code to compare."""
+    devices = [device.uuid for device in hardware.visible_cuda_devices()]
+    software = {} if arguments is None else _software(arguments)
+    inventory = NodeInventory(node, host_name(), ranks, hardware.core_numbers(), devices, software)
+    store.set(f"facts/{index}", json.dumps(asdict(inventory)))
+
+
+def _software(arguments: list[str]) -> dict[str, str]:
+    """Return name -> value of everything that must be equal on all nodes: arguments, versions, a hash per code file."""
+    software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    software["Python"] = ".".join(platform.python_version_tuple()[:2])
+    software |= {name: version_of(name) or "missing" for name in LIBRARIES}
+    for path in [ROOT / "train.py", *(file for name in CODE for file in sorted((ROOT / name).rglob("*.py")))]:
+        software[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return software
+
+
+def collect_inventories(store: Store, count: int, seconds: float, who: str = "rank") -> list[NodeInventory]:
+    """Wait for the inventories of `count` processes and return them. Raises ValueError if one is missing or software differs."""
+    deadline = time.monotonic() + seconds
+    # store.wait would block signal handlers.
+    while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
+        if time.monotonic() > deadline:
+            named = f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
+            raise ValueError(
+                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the logs there, or raise "
+                "parallel.start_timeout"
+            )
+        time.sleep(INVENTORY_POLL_SECONDS)
+    inventories = [NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]
+    # Otherwise DDP would average gradients of different code unnoticed: the parameters stay equal on all ranks.
+    compared = [(f"node {each.node} ({each.host})", each.software) for each in inventories if each.software]
+    if difference := first_difference(compared):
+        raise ValueError(f"{difference}; give all nodes the same command line, libraries and code")
+    return inventories
+
+
+def share_config(store: Store, folder: Path) -> None:
+    """Publish rank 0's saved config and the path of its run folder in the store."""
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    store.set(CONFIG, json.dumps({"folder": str(folder), "config": text}))
+
+
+def refuse_others(store: Store, count: int, reason: str) -> None:
+    """Publish the reason why the run cannot start, and keep the store open until all processes have read it."""
+    store.set(CONFIG, json.dumps({"refused": reason}))
+    # A process that is late finds no store, and exits by itself.
+    with suppress(RuntimeError):
+        store.wait([f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS))
+
+
+def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
+    """Wait for rank 0's config. Return it and its run folder, created here if missing, or the reason why no run starts."""
+    store.wait([CONFIG], LONGEST_WAIT)
+    shared = json.loads(store.get(CONFIG))
+    if "refused" in shared:
+        store.set(f"left/{index}", "")
+        return str(shared["refused"])
+    folder, text = Path(shared["folder"]), shared["config"]
+    path = folder / "config.yaml"
+    try:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be created for the logs on {host_name()} ({error.strerror})") from None
+    return load_config(folder), folder
+
+
+def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]) -> None:
+    """Adjust the numbers of nodes and threads in a config that node 0 resolved. `asked`: values of the user, such as auto."""
+    parallel, nodes = config.parallel, _by_node(inventories)
+    config.cluster.nodes = len(nodes)
+    for node in nodes:
+        if parallel.accelerator == "cpu" and asked.accelerator == "auto" and any(task.devices for task in node):
+            raise ValueError(
+                f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} has none; set cpu or cuda"
+            )
+    check_nodes(config, inventories)
+    if asked.threads_per_device == "auto":
+        # srun may give each task different cores.
+        threads = [len({core for task in node for core in task.cores}) // node[0].ranks for node in nodes]
+        parallel.threads_per_device = max(1, min(threads))
+
+
+def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> None:
+    """Raise ValueError if a host has fewer CUDA devices than its ranks need."""
+    parallel = config.parallel
+    for node in _by_node(inventories) if parallel.accelerator == "cuda" else []:
+        present = len({device for task in node for device in task.devices})
+        needed = node[0].ranks or parallel.devices // config.cluster.nodes
+        if present < (1 if parallel.backend == "gloo" else needed):
+            raise ValueError(
+                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has {present} CUDA "
+                "device(s) for them; two NCCL ranks cannot share one"
+            )
+
+
+def _by_node(inventories: list[NodeInventory]) -> list[list[NodeInventory]]:
+    numbers = sorted({inventory.node for inventory in inventories})
+    return [[inventory for inventory in inventories if inventory.node == number] for number in numbers]

@@ -1,0 +1,147 @@
+"""Runs whose ranks torchrun or srun started: rank 0 composes the config and sends it to the other ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from src.schema import ParallelConfig, ResolvedConfig, ResolvedParallel
+from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
+from timm_parallel.faults.heartbeat import published_failures
+from timm_parallel.faults.run_folder import RunFolder
+from timm_parallel.launch import nodes
+from timm_parallel.launch.job import conclude, prepare
+from timm_parallel.launch.rank import RankMain, run_rank
+from timm_parallel.launch.rendezvous import open_store
+from timm_parallel.launch.supervisor import run_agent
+from timm_parallel.machine.process import terminate_descendants
+from timm_parallel.machine.ranks import Ranks, host_name
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+FOLDER = "run_folder"  # a key of the store, for the ranks of the next attempt
+
+
+def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
+    """Wait on rank 0 for the hardware inventories of all ranks, and adjust a resolved config to them."""
+    _refuse_elastic_nodes()
+    store = open_store(ranks)
+    _publish_inventory_of(ranks, store)
+    inventories = nodes.collect_inventories(store, ranks.world_size, config.parallel.start_timeout)
+    nodes.fit_to_nodes(config, asked, inventories)
+
+
+def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
+    is_compared = ranks.nodes > 1 and ranks.is_first_of_node
+    # Agents with different values of --nnodes would train with that of node 0, and then wait for each other.
+    arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
+    nodes.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
+
+
+def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
+    """Write the files of the run folder, send the config to the other ranks, and train as rank 0. Return the exit code."""
+    prepare(config, folder)
+    store = open_store(ranks)
+    store.underlying_store.set(FOLDER, str(folder.resolve()))
+    nodes.share_config(store, folder.resolve())
+    return _run_and_report(run, config, folder, ranks, store)
+
+
+def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
+    """Train as this rank and return the exit code. After a failure, the rank that failed first completes result.json."""
+    console = os.fdopen(os.dup(2), "w")  # ranks other than 0 redirect their stderr to their log
+    place = RunFolder(folder)
+
+    def failed() -> RankExits:
+        # The store is on node 0. Another node may have lost the connection.
+        records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
+        return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
+
+    def report_end(ended: RankExits) -> int:
+        if ranks.node == 0:
+            return conclude(config, folder, ended, console)
+        if ranks.is_first_of_node:
+            print(node_end(ranks.node, folder, ended), file=console, flush=True)
+        return 1
+
+    code = run_rank(run, config, folder, ranks, store, lambda: report_end(failed()))
+    if code > 128 and ranks.is_first:
+        return report_end(replace(failed(), signal=code - 128))
+    if 0 < code < 128:
+        time.sleep(1)  # for the records of ranks that fail at the same time
+        ended = failed()
+        rank = first_failure(folder, ended)["rank"]
+        failed_first = ranks.is_first if rank is None else ranks.rank == rank
+        if failed_first if ranks.nodes == 1 else ranks.is_first_of_node:
+            report_end(ended)
+    return code
+
+
+def node_end(node: int, folder: Path, ended: RankExits) -> str:
+    """Return the last console line of a failed run on a node other than 0: the reason, and the folder of its logs."""
+    reason = first_failure(folder, ended)["reason"]
+    return f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in {host_name()}:{folder / 'logs'}"
+
+
+def refuse_followers(ranks: Ranks, reason: str) -> None:
+    """Tell the other ranks, which wait for a config, the reason why rank 0 refused the command line."""
+    if ranks.world_size > 1:
+        nodes.refuse_others(open_store(ranks), ranks.world_size, reason)
+
+
+def run_follower(run: RankMain, ranks: Ranks) -> int:
+    """Wait for the config from rank 0 and train with it as a rank other than 0. Return the exit code."""
+    store = open_store(ranks)
+    _publish_inventory_of(ranks, store)
+    received = nodes.receive_config(store, ranks.rank)
+    if not isinstance(received, str):
+        return _run_and_report(run, *received, ranks, store)
+    if ranks.node > 0 and ranks.is_first_of_node:
+        raise ValueError(received)  # printed on this node's console; rank 0 prints on its own
+    return 2
+
+
+def remembered_folder(ranks: Ranks | None) -> Path | None:
+    """Return the run folder that the ranks used before torchrun restarted them; None without a restart."""
+    if ranks is None or ranks.restart_count == 0:
+        return None
+    store = open_store(ranks).underlying_store
+    return Path(store.get(FOLDER).decode()) if store.check([FOLDER]) else None
+
+
+def _refuse_elastic_nodes() -> None:
+    """Raise ValueError for `torchrun --nnodes 1:2`. Its uncounted restarts would use the store's keys of an earlier attempt."""
+    command = ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(psutil.Error):
+            command = " ".join(psutil.Process(os.getppid()).cmdline())
+    given = re.findall(r" --?nnodes[= ](\S+)", command) or [os.environ.get("PET_NNODES", "1")]
+    minimum, _, maximum = given[-1].partition(":")
+    if maximum not in ("", minimum):
+        raise ValueError(f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}")
+
+
+def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
+    """Run a Python script as one rank per device of this machine, such as evaluate.py. Return the exit code."""
+    with terminate_descendants(), tempfile.TemporaryDirectory() as scratch:
+        ended = run_agent([sys.executable, script, *arguments], parallel, Path(scratch) / "agent")
+    if ended.signal is not None:
+        return 128 + ended.signal
+    failed = {rank: code for rank, code in ended.exit_codes.items() if code not in ENDED_BY_AGENT}
+    # A rank prints its own exception; only one that was killed prints nothing.
+    for rank, code in failed.items():
+        if code < 0:
+            print(f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    codes = (failed or ended.exit_codes).values()
+    return max((code if code > 0 else 128 - code for code in codes), default=0)

@@ -1,0 +1,91 @@
+"""Atomic writes of files, which a crash leaves either old or new, reads of JSON files, and creation of run folders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from timm_parallel.machine.platform import sync
+from timm_parallel.machine.secrets import hide, hide_in
+
+
+def claim_folder(path: Path) -> Path:
+    """Create and return the folder `path`, or if it exists `path_1`, `path_2` …, so that two runs never share a folder."""
+    if not path.name:
+        raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
+    if (shown := hide(str(path))) != str(path):
+        raise ValueError(f"hydra.run.dir={shown}: the path contains a secret; choose another path or task_name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1000):
+            folder = path if attempt == 0 else path.with_name(f"{path.name}_{attempt}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ValueError(f"hydra.run.dir={path}: cannot be created ({error.strerror}); choose another path") from None
+    raise ValueError(f"hydra.run.dir={path}: 1000 folders of this name exist already; choose another name")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, with the values of secrets replaced."""
+    _write_characters(path, hide(text))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as strict JSON: NaN and infinity become null, because they are not JSON."""
+    _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
+    """Read a JSON file of format version `newest` or older. `missing`: the error text if the file does not exist."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: this folder has no {path.name}; {missing}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
+    if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
+        raise ValueError(f"{path}: this file is not of this project (expected an object with `format`)")
+    if values.get("format", 0) > newest:
+        raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({newest}); update the code")
+    return values
+
+
+def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
+    """Call `write` with the path of a temporary file, then rename that file to `path`, so that a crash leaves no part.
+
+    `writer`: suffix of the temporary file, so that concurrent writers do not collide.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)  # else a power failure may undo the rename
+    except OSError as error:
+        # The error of an open file, such as a full disk, has no name. One without a number is a message of its own.
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_characters(path: Path, text: str) -> None:
+    def write(temporary: Path) -> None:
+        with open(temporary, "x", encoding="utf-8") as file:  # x: do not follow an existing link
+            file.write(text)
+
+    write_whole(path, write, f".{os.getpid()}")
+
+
+def finite(value: Any) -> Any:
+    """Return a copy of nested dicts and lists with the types of JSON, in which NaN and infinity are None."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

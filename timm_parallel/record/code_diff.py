@@ -1,0 +1,51 @@
+"""`code.diff` of a run: uncommitted changes of tracked files, and the names of untracked files."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from threading import Timer
+
+from timm_parallel.machine.files import write_text
+from timm_parallel.machine.secrets import mask_code
+from timm_parallel.project import ROOT
+from timm_parallel.record.environment import output_of
+
+CODE_DIFF = "code.diff"
+# A changed notebook or data file can have a diff of any size.
+LARGEST, SECONDS = 1_000_000, 5  # bytes to keep; seconds that git may take
+# The user's settings of git may add colors or run other programs. `git apply` needs the prefixes a/ and b/.
+DIFF = ("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
+
+
+def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None:
+    """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else delete an older one.
+
+    Masks secrets. A diff of more than LARGEST bytes is cut and ends with a line that says so.
+    """
+    path = folder / CODE_DIFF
+    path.unlink(missing_ok=True)
+    if dirty:
+        # `git apply` ignores these lines, because they precede the first file.
+        names = output_of("git", "-C", str(root), *UNTRACKED) or ""
+        untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
+        write_text(path, mask_code(untracked + _diff(root)))
+
+
+def _diff(root: Path) -> str:
+    """Return the output of `git diff HEAD`, cut to LARGEST bytes."""
+    git = subprocess.Popen(("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert git.stdout is not None
+    timer = Timer(SECONDS, git.kill)
+    timer.start()
+    with git:
+        output = git.stdout.read(LARGEST + 1)
+        if len(output) > LARGEST:
+            git.kill()
+    timer.cancel()
+    if git.returncode == 0:
+        return output.decode(errors="replace")
+    # Drop the incomplete last line, in which a secret would not be recognized.
+    lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
+    return f"{lines}cut: larger than {LARGEST:,} bytes, or git failed\n"

@@ -1,0 +1,80 @@
+"""Console output in addition to the log: the config and, on a terminal, a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.tree import Tree
+
+from src.schema import Config, ResolvedConfig
+from timm_parallel.config.compose import plain_config
+from timm_parallel.machine.secrets import hide_in
+
+Item = TypeVar("Item")
+
+
+class Console:
+    """Progress bar of rank 0 in a terminal. A context manager, so that an error removes the bar."""
+
+    def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
+        rich = RichConsole()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        numbers = TextColumn("{task.fields[numbers]}")
+        shown = enabled and rich.is_terminal
+        self._bar = Progress(*columns, numbers, console=rich, transient=True, disable=not shown)
+        self._task = self._bar.add_task("steps", total=total_steps, completed=first_step, numbers="")
+
+    def __enter__(self) -> Console:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float, images_per_sec: float | None) -> None:
+        speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
+        self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
+
+    def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+        """Yield `items` and count them in a progress bar labeled `what`, which replaces the bar of training steps."""
+        self._bar.update(self._task, visible=False)
+        task = self._bar.add_task(what, total=total, numbers="")
+        try:
+            for item in items:
+                yield item
+                self._bar.advance(task)
+        finally:
+            self._bar.remove_task(task)
+            self._bar.update(self._task, visible=True)
+
+
+def print_config(asked: Config, resolved: ResolvedConfig) -> None:
+    """Print the resolved config as a tree without secrets; with print_config=true, what makes it no plain `python train.py`.
+
+    `asked`: the config before `auto` was resolved, so that values which nobody set are left out. Strategy and devices stay.
+    """
+    if resolved.print_config == "full":
+        tree, shown, defaults = Tree("config"), asdict(resolved), {}
+    else:
+        tree = Tree("config: differences from a plain `python train.py` (print_config=full shows all)")
+        shown, defaults = asdict(asked), asdict(plain_config())
+        for name in ("strategy", "devices"):
+            if shown["parallel"][name] == "auto":
+                shown["parallel"][name] = f"{getattr(resolved.parallel, name)} (auto)"
+    _grow(tree, hide_in(shown), defaults)
+    RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
+
+
+def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Add the config values that differ from `defaults` to a tree for printing."""
+    for key, value in values.items():
+        if key in defaults and value == defaults[key]:
+            continue
+        if isinstance(value, dict) and value:
+            _grow(tree.add(str(key)), value, defaults.get(key) or {})
+        else:
+            tree.add(f"{key}: {'null' if value is None else value}")

@@ -1,0 +1,75 @@
+"""`environment.json`: machine, versions and command of a run, from package metadata and NVML without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from src.schema import Config
+from timm_parallel.machine import hardware, nvidia
+from timm_parallel.project import ROOT
+
+LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
+
+
+def environment_facts(config: Config) -> dict[str, Any]:
+    """Return the contents of environment.json: commit, versions, devices. Omits environment variables (secrets)."""
+    git = ("git", "-C", str(ROOT))
+    devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
+    return {
+        "format": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "commit": output_of(*git, "rev-parse", "HEAD"),
+        "dirty": None if changes is None else changes != "",
+        "libraries": {name: version_of(name) for name in LIBRARIES},
+        "cpu": {
+            "model": hardware.cpu_model(),
+            "cores": hardware.cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "devices": [dataclasses.asdict(device) for device in devices],
+        "driver": nvidia.driver_version(),
+        "cuda": hardware.torch_cuda(),
+        "nccl": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
+        "backend": config.parallel.backend if config.parallel.has_ranks else None,
+        "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
+        # The links between the devices (NVLink, PCIe).
+        "topology": output_of("nvidia-smi", "topo", "-m") if devices else None,
+    }
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Read environment.json of a run. Return {} on a node that cannot see the file."""
+    try:
+        return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def output_of(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

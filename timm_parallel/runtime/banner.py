@@ -1,0 +1,127 @@
+"""Log the settings of a run before the first step, and its results after the last step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from torch import nn
+
+from src.schema import ResolvedConfig
+from timm_parallel.machine.text import plural
+from timm_parallel.record.result import Result
+from timm_parallel.runtime.interfaces import BuiltRun
+from timm_parallel.runtime.step_profiler import summary_lines
+
+log = logging.getLogger(__name__)
+
+
+def show_banner(run: BuiltRun, folder: Path) -> None:
+    """Log the model, data, classes, strategy, batch sizes, steps, learning rate and run folder."""
+    if not run.strategy.is_first:
+        return
+    config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
+    loading = f"{plural(workers, 'loader process', 'es')} per rank" if workers else "read without loader processes"
+    steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
+    if run.total_steps == config.train.max_steps:
+        steps = f"{run.total_steps} (max_steps)"
+    if run.state.progress.step:
+        steps += f", from {run.state.progress.step}"
+    rate = f"{config.learning_rate:g}"
+    if config.optim.lr_rule != "none":
+        batch = config.global_batch * config.train.accumulate
+        rate += f" = {config.optim.lr:g} x {config.optim.lr_rule} rule to batch {batch}"
+    facts = {
+        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
+        "step": _own_parameters(run),
+        "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} dropped per epoch, {loading}",
+        "classes": _classes(run.dataset.class_names),
+        "strategy": _strategy(run),
+        "batch": _batch(run),
+        "steps": steps,
+        "lr": f"{rate}, {config.optim.sched}",
+        "folder": str(folder),
+    }
+    for name, fact in facts.items():
+        if fact:
+            log.info("%8s  %s", name, fact)
+
+
+def _own_parameters(run: BuiltRun) -> str:
+    own = {name: parameter for name, parameter in run.state.own_parameters.items() if parameter.requires_grad}
+    count = sum(parameter.numel() for parameter in own.values())
+    return shorten(f"{count:,} parameters besides the model's: {', '.join(own)}", 100) if own else ""
+
+
+def _classes(names: list[str]) -> str:
+    """Return the number of classes and the first names, which show a folder layout that was read in another way."""
+    return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
+
+
+def _strategy(run: BuiltRun) -> str:
+    parallel, strategy = run.config.parallel, run.strategy
+    text = f"{strategy.kind} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
+    if parallel.accelerator == "cpu":
+        text += f" of {plural(parallel.threads_per_device, 'thread')}"
+    if strategy.note:
+        text += f" ({strategy.note})"
+    return text + (f", {strategy.group.backend}" if strategy.group.backend else "")
+
+
+def _batch(run: BuiltRun) -> str:
+    batch, accumulate = run.config.global_batch, run.config.train.accumulate
+    chunks = run.strategy.chunk_sizes(batch)
+    per_device = chunks[0] if len(set(chunks)) == 1 else chunks
+    accumulated = f", x {accumulate} accumulated" if accumulate > 1 else ""
+    return f"{batch} global, {per_device} per device{accumulated}"
+
+
+def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]) -> None:
+    """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on where to see the curves)."""
+    log.info("run folder   %s", folder)
+    log.info("metrics      %s", ", ".join(_metrics(config, result)))
+    if speed := result.throughput.get("images_per_sec"):
+        steps = plural(result.throughput.get("steps_timed") or 0, "timed step")
+        log.info("speed        %s images/s, mean of %s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", steps)
+    train = config.train
+    # Only early_stop ends a run before both limits.
+    if train.early_stop and result.epochs < train.epochs and result.steps < (train.max_steps or math.inf):
+        reason = f"no better {config.checkpoint.metric} in {train.early_stop} evaluations"
+        log.info("early stop   %s (train.early_stop)", reason)
+    target, loss = train.target_loss, result.train.get("loss")
+    if target is not None:
+        values = f"train/loss {_number(loss)}, train.target_loss={target:g}"
+        if loss is not None and loss <= target:
+            log.info("target       reached: %s; the model can learn these images", values)
+        else:
+            log.info("target       not reached: %s; check the labels, the loss and optim.lr, or train longer", values)
+    for line in summary_lines(result.profile[0], folder) if result.profile else ():
+        log.info("%s", line)
+    for number, segment in enumerate(segments):
+        log.info("%-12s %s", "" if number else "runs again", segment)
+    for view in views:
+        log.info("curves       %s", view)
+
+
+def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
+    """Return texts such as `val/acc 0.9 (best 0.9)` with the value of checkpoint.metric on each split, also with EMA weights."""
+    name = config.headline_metric
+    shown = [f"val/{name} {_number(result.val.get(name))} (best {_number(result.val.get(f'{name}_best'))})"]
+    if result.test:
+        shown.append(f"test/{name} {_number(result.test.get(name))}")
+    for split, numbers in (("val", result.val), ("test", result.test)):
+        if f"{name}_ema" in numbers:
+            shown.append(f"{split}/{name}_ema {_number(numbers[f'{name}_ema'])}")
+    return shown
+
+
+def _number(value: Any) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of elements in all parameters of `model`."""
+    return sum(parameter.numel() for parameter in model.parameters())

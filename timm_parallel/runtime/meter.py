@@ -1,0 +1,159 @@
+"""Measurement of throughput and step times that does not synchronize the device."""
+
+# The timed window starts after the warm-up (caches, allocators, compilers, buckets) and ends with the last step. It includes
+# waiting for data and logging, but not evaluation and saving. The window consists of intervals, which end when the device is
+# known to be idle: after every step on a CPU, at every sync step on a GPU.
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from timm_parallel.machine.usage import Energy, Usage
+
+WARM_UP_STEPS = 10
+
+
+class Meter:
+    """Timer of the training steps of one rank. Between `pause` and `resume` (evaluation, saving) no time counts."""
+
+    def __init__(
+        self,
+        images_per_step: int,
+        steps: int,
+        clock: torch.Event | None = None,
+        start_measuring: Callable[[], object] = lambda: None,
+        untimed: int | None = None,
+        energy: Energy | None = None,
+    ) -> None:
+        """`images_per_step`: over all devices and accumulated batches. `steps`: the number of steps that will run.
+
+        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU. `untimed`: steps before timing.
+        """
+        self.images_per_step, self._untimed = images_per_step, untimed
+        self.expect(steps)
+        self._clock, self._start_measuring = clock, start_measuring
+        # Seconds and steps of each interval of the window: 12 bytes per step.
+        self._seconds = array("d")
+        self._steps = array("I")
+        self._steps_seen = self._open_steps = 0
+        # `_mark` is the start of the open interval.
+        self._mark = self._fetch_from = self._paused_at = time.perf_counter()
+        # Seconds of the open interval that were spent on waiting for data, and between steps.
+        self._wait = self._between = 0.0
+        self._was_idle = self._is_between = True
+        self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = 0, 0.0, 0.0, 0.0
+        # (steps, seconds) timed up to the last two sync steps.
+        self._sync_points = ((0, 0.0), (0, 0.0))
+        # Both over the window.
+        self.usage, self._energy = Usage(), energy or Energy()
+        self.first_step_at: float | None = None  # time.time()
+
+    def expect(self, steps: int) -> None:
+        """Set how many steps will run. The first ten steps are not timed; of fewer than 40 steps, the first quarter."""
+        self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
+
+    def pause(self) -> None:
+        """Pause the timer until `resume`. Call it between two steps."""
+        self._paused_at = time.perf_counter()
+        if self._steps_seen >= self._warm_up:
+            self.usage.end()
+            self._energy.end()
+
+    def resume(self) -> None:
+        if self._steps_seen >= self._warm_up:
+            self._begin_usage()
+        self._mark += time.perf_counter() - self._paused_at
+
+    def _begin_usage(self) -> None:
+        self.usage.begin()
+        self._energy.begin()
+
+    def start_fetch(self) -> None:
+        self._fetch_from = time.perf_counter()
+        if self._is_between:
+            self._between, self._is_between = self._fetch_from - self._mark, False
+        self._was_idle = self._clock is None or self._clock.query()
+
+    def end_fetch(self) -> None:
+        """Add the time that the device waited for this batch: half of the fetch if the device finished its work meanwhile."""
+        if self._was_idle:
+            self._wait += time.perf_counter() - self._fetch_from
+        elif self._clock is not None and self._clock.query():
+            self._wait += (time.perf_counter() - self._fetch_from) / 2
+
+    def end_step(self) -> None:
+        self._open_steps += 1
+        if self._clock is None:
+            self._close_interval()
+            return
+        self._clock.record()
+        steps = self._steps_seen + self._open_steps
+        if self.first_step_at is None or steps == self._warm_up:
+            self._clock.synchronize()
+            self._close_interval()
+
+    def synchronized(self) -> None:
+        """End the open interval at a sync step, when the device has finished all queued work."""
+        if self._open_steps:
+            self._close_interval()
+        if self.steps_timed:
+            self._sync_points = (self._sync_points[1], (self.steps_timed, self.seconds_timed))
+
+    def _close_interval(self) -> None:
+        now = time.perf_counter()
+        self._steps_seen += self._open_steps
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
+        if self._steps_seen > self._warm_up:
+            self._seconds.append(now - self._mark)
+            self._steps.append(self._open_steps)
+            self.steps_timed += self._open_steps
+            self.seconds_timed += now - self._mark
+            self.data_seconds += self._wait
+            self.other_seconds += self._between
+        elif self._steps_seen == self._warm_up:
+            self._start_measuring()
+            self._begin_usage()
+            now = time.perf_counter()
+        self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
+
+    def recent(self) -> float | None:
+        """Return the images per second between the last two sync steps; None if no step was timed between them."""
+        (steps_before, seconds_before), (steps, seconds) = self._sync_points
+        if steps == steps_before:
+            return None
+        return self.images_per_step * (steps - steps_before) / (seconds - seconds_before)
+
+    def throughput(self) -> dict[str, Any]:
+        """Return images per second, step times in ms and the timed steps, for the entry `throughput` of result.json."""
+        rate, steps, seconds = self.images_per_step, np.array(self._steps), np.array(self._seconds)
+        # The middle of an interval decides to which half of the window it belongs.
+        in_first_half = 2 * steps.cumsum() - steps <= self.steps_timed
+
+        def images_per_second(chosen: Any) -> float | None:
+            return float(rate * steps[chosen].sum() / seconds[chosen].sum()) if chosen.any() else None
+
+        def step_ms(share: float) -> float | None:
+            """Return a quantile of the step times in milliseconds. An interval of ten steps counts ten times."""
+            if not self.steps_timed:
+                return None
+            return float(np.quantile(1000 * seconds / steps, share, weights=steps, method="inverted_cdf"))
+
+        return {
+            "images_per_sec": rate * self.steps_timed / self.seconds_timed if self.seconds_timed else None,
+            "step_ms": step_ms(0.5),
+            "step_ms_p95": step_ms(0.95),
+            "steps_timed": self.steps_timed,
+            "seconds_timed": self.seconds_timed,
+            "halves": [images_per_second(in_first_half), images_per_second(~in_first_half)],
+        }
+
+    def data_wait(self) -> float | None:
+        """Return the share of the timed steps that the device waited for data, 0 to 1; None if no step was timed."""
+        return self.data_seconds / self.seconds_timed if self.seconds_timed else None

@@ -1,0 +1,152 @@
+"""Build result.json: settings, metrics, and measurements of the timed steps on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from timm_parallel.data.dataset import data_fingerprints
+from timm_parallel.machine.process import started_at
+from timm_parallel.machine.ranks import host_name
+from timm_parallel.record.environment import read_environment
+from timm_parallel.record.guard import flags, guard
+from timm_parallel.record.result import Result
+from timm_parallel.runtime.banner import count_parameters
+from timm_parallel.runtime.interfaces import BuiltRun
+from timm_parallel.runtime.meter import Meter
+
+log = logging.getLogger(__name__)
+
+
+def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[str, list[str]]) -> Result:
+    """Return the contents of result.json for a finished run. `start`, `end`: results of replica_checks.py. Collective."""
+    config, strategy, step = run.config, run.strategy, run.state.progress.step
+    (world_size, hash_at_start), (digest, drift_flags) = start, end
+    started, first_step_at = started_at(), run.hooks.meter.first_step_at
+    result = Result(
+        status="done",
+        strategy=strategy.kind,
+        accelerator=config.parallel.accelerator,
+        devices=config.parallel.devices,
+        threads_per_device=config.parallel.threads_per_device,
+        world_size=world_size,
+        processes=strategy.group.world_size,
+        nodes=config.cluster.nodes,
+        hosts=list(dict(strategy.group.gather([strategy.group.node, host_name()])).values()),
+        backend=strategy.group.backend,
+        tags=config.tags,
+        model=config.model.name,
+        parameters=count_parameters(run.state.model),
+        image_size=run.image_size,
+        batch_size=config.global_batch,
+        flops_per_step=run.flops_per_step,
+        steps=step,
+        epochs=run.epochs_done,
+        samples_seen=step * config.global_batch * config.train.accumulate,
+        dropped_per_epoch=run.train.sampler.dropped,
+        skipped=_skipped(run),
+        data=data_fingerprints(run.dataset),
+        train=run.state.progress.epoch_means,
+        val=run.numbers["val"],
+        test=run.numbers.get("test", {}),
+        **_measurements(run, drift_flags),
+        memory=strategy.telemetry.memory(),
+        started=run.segments[0]["started"],
+        segments=run.segments,
+        commit=read_environment(folder).get("commit"),
+        profile=[profile for profile in strategy.group.gather(run.hooks.profile(folder)) if profile],
+        seconds={
+            "start_to_first_step": None if first_step_at is None else first_step_at - started,
+            "total": time.time() - started,
+        },
+        parameters_hash=digest,
+        checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
+        proof={
+            "parameters_hash_start": hash_at_start,
+            "hashes_equal": not drift_flags,
+            "chunk_sizes": strategy.chunk_sizes(config.global_batch),
+        },
+    )
+    # `images_per_sec` is in `throughput`; other metrics are `<split>/<name>`.
+    split, _, name = config.objective.rpartition("/")
+    result.objective = (getattr(result, split) if split else result.throughput).get(name)
+    return result
+
+
+def _skipped(run: BuiltRun) -> dict[str, int]:
+    """Return split -> number of images that could not be read on any rank, and log these numbers. Collective."""
+    counts, first = {}, ""
+    for name, loader in {"train": run.train, **run.evaluation}.items():
+        by_rank = run.strategy.group.gather(sorted(loader.unreadable))
+        indices = sorted(set().union(*by_rank))
+        if indices:
+            counts[name] = len(indices)
+            files = getattr(loader.fetcher.split, "files", None)
+            first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
+    if counts and run.strategy.is_first:
+        per_split = ", ".join(f"{split} {count}" for split, count in counts.items())
+        log.info("skipped      unreadable images: %s; the first: %s", per_split, first)
+    return counts
+
+
+def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
+    """Return the fields of result.json that were measured in timed steps: speed, waiting, communication. Collective."""
+    meter, strategy, host = run.hooks.meter, run.strategy, host_name()
+    seconds = run.communication.seconds()
+    step = _mean_step(meter, seconds[1] if seconds else 0.0)
+    rank = {
+        "rank": strategy.group.rank,
+        "host": host,
+        "device": str(strategy.device),
+        "data_ms": step["data_ms"],
+        "compute_ms": step["compute_ms"],
+        "step_ms": sum(step.values()) if meter.steps_timed else None,
+    }
+    usage = {"host": host, **dataclasses.asdict(meter.usage)}
+    ranks, usages, communicated = zip(*strategy.group.gather([rank, usage, seconds]), strict=True)
+    throughput, wall = meter.throughput(), meter.usage.wall
+    disturbance = guard(throughput, list(usages), strategy.telemetry.gpu_states())
+    return {
+        "throughput": throughput,
+        "step": step,
+        "ranks": list(ranks),
+        "cpu": {"seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None},
+        "data_wait": meter.data_wait(),
+        "communication": _communication(run, [pair for pair in communicated if pair]),
+        "energy": _energy(run),
+        "guard": disturbance,
+        "flags": flags(disturbance, meter.steps_timed) + drift_flags,
+    }
+
+
+def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
+    """Return the mean milliseconds per step that this rank spent on data, compute, communication and the rest."""
+    steps = meter.steps_timed
+    if not steps:
+        return dict.fromkeys(("data_ms", "compute_ms", "communication_ms", "other_ms"))
+    data, other = 1000 * meter.data_seconds / steps, 1000 * meter.other_seconds / steps
+    busy = 1000 * meter.seconds_timed / steps - data - other
+    exposed = min(1000 * exposed_seconds, busy)
+    return {"data_ms": data, "compute_ms": busy - exposed, "communication_ms": exposed, "other_ms": other}
+
+
+def _energy(run: BuiltRun) -> dict[str, float | None]:
+    """Return joules per image in timed steps, and kWh since the start of this process; NaN if unknown. Collective."""
+    meter = run.hooks.meter
+    images = meter.steps_timed * meter.images_per_step
+    window, total = run.strategy.telemetry.joules()
+    return {"joules_per_image": window / images if images else None, "kwh": total / 3.6e6}
+
+
+def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
+    """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with compute) by rank."""
+    # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
+    return {
+        "bytes_per_step": run.communication.bytes(run.state.wrapped),
+        "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
+        "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
+        "method": run.communication.method if seconds else None,
+    }

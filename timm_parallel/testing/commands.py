@@ -1,0 +1,223 @@
+"""Start commands as processes, and check at the end of a test that all of them have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from timm_parallel.machine.platform import STOP_SIGNALS
+from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.testing.configs import read_lines, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+TEST_FILES = [path for name in ("tests", "timm_parallel/tests") for path in sorted((ROOT / name).rglob("test_*.py"))]
+Refuse = Callable[..., str]
+NOT_HANDED_ON = (*NEEDED, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RUN_STARTED_AT", "COLUMNS")
+
+
+@dataclass
+class Finished:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "metrics.jsonl")
+
+
+@dataclass
+class Running:
+    """A running command. Its output goes to files, because a full pipe would block it."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    output: Path
+    timeout: float
+    started: float = field(default_factory=time.monotonic)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """Return the ranks started so far, by rank."""
+        workers = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if "src.train" in child.cmdline() and child.parent().pid == self.process.pid:
+                    workers[int(child.environ().get("RANK", "0"))] = child
+            except (psutil.NoSuchProcess, AttributeError):
+                continue
+        return workers
+
+    def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """Wait until `condition` returns a true value, and return it."""
+        while not (value := condition()):
+            if self.process.poll() is not None or time.monotonic() - self.started > self.timeout:
+                pytest.fail(f"the command ended or timed out before {condition}: {self.finish().output}")
+            time.sleep(0.05)
+        return value
+
+    def wait_for_steps(self) -> None:
+        """Wait until steps have been logged."""
+        log = self.folder / "metrics.jsonl"
+        self.wait_for(lambda: log.exists() and log.stat().st_size > 0)
+
+    def signal(self, number: int) -> Finished:
+        """Send a signal to this process only and wait until it ends; `seconds` counts from the signal."""
+        self.process.send_signal(number)
+        self.started = time.monotonic()
+        return self.finish()
+
+    def finish(self) -> Finished:
+        """Wait until the command ends. After the time limit, kill its processes and fail the test."""
+        left = self.timeout - (time.monotonic() - self.started)
+        try:
+            code = self.process.wait(timeout=max(0.1, left))
+        except subprocess.TimeoutExpired:
+            _kill_group(self.process)
+            pytest.fail(f"the command did not end within {self.timeout} s:\n{self._finished(-1).output}")
+        return self._finished(code)
+
+    def _finished(self, code: int) -> Finished:
+        out, err = (self.output.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+        return Finished(code, out, err, self.folder, time.monotonic() - self.started)
+
+
+class Train:
+    """Starter of `train.py` with a separate home and temporary folder. No process may remain when the test ends."""
+
+    def __init__(self, base: Path, caches: Path) -> None:
+        self.base, self.count = base, 0
+        self.home = base / "home"
+        # Short: sockets of loader workers lie there, and a socket's path has at most 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="train_"))
+        self.home.mkdir()
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
+        self.environment = {**kept, "HOME": str(self.home), "TMPDIR": str(self.temporary), "MPLCONFIGDIR": str(caches)}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __call__(self, *overrides: str, **options: Any) -> Finished:
+        """Start a run with the options of `start` and wait until it ends."""
+        return self.start(*overrides, **options).finish()
+
+    def start(
+        self,
+        *overrides: str,
+        form: str = "python",
+        ranks: int = 2,
+        folder: Path | None = None,
+        environment: dict[str, str] | None = None,
+        timeout: float = 300,
+        defaults: bool = True,
+    ) -> Running:
+        """Start train.py with python, or with torchrun and `ranks` ranks. The default run folder is `<base>/run`."""
+        folder = folder or self.base / "run"
+        words = tiny(f"hydra.run.dir={folder}", *overrides) if defaults else list(overrides)
+        starter = {
+            "python": [sys.executable],
+            "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", str(ranks)],
+        }[form]
+        if form == "torchrun":
+            starter += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
+        return self.start_command([*starter, "train.py", *words], folder, environment or {}, timeout)
+
+    def start_command(
+        self, command: list[str], folder: Path, environment: dict[str, str] | None = None, timeout: float = 300
+    ) -> Running:
+        """Start any command in the project root."""
+        self.count += 1
+        output = self.base / f"command_{self.count}"
+        with open(output.with_suffix(".out"), "w") as out, open(output.with_suffix(".err"), "w") as err:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**self.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+                preexec_fn=heed_signals,
+            )
+        self._started.append(process)
+        return Running(process, folder, output, timeout)
+
+    def left(self) -> list[psutil.Process]:
+        """Return the processes of this test that still run, including descendants."""
+        running = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("HOME") == str(self.home) or str(self.base) in " ".join(process.cmdline())
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    running.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess):
+                continue
+        return running
+
+    def left_after(self, seconds: float) -> list[psutil.Process]:
+        """Wait up to `seconds` until no process is left, and return the remaining processes."""
+        until = time.monotonic() + seconds
+        while (running := self.left()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return running
+
+    def close(self) -> None:
+        """Kill the processes that still run, and fail if there are any."""
+        left = self.left_after(2)
+        words = [f"{process.pid}: {' '.join(process.cmdline())}" for process in left]
+        for process in left:
+            process.kill()
+        for started in self._started:
+            if started.poll() is None:
+                _kill_group(started)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        assert not words, f"still running after the test: {words}"
+
+
+def heed_signals() -> None:
+    """Undo what `nohup` does in a new process: the product keeps ignoring what it ignores at its start."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose command names the folder, or which log into it: a forked job has its server's command."""
+    running = []
+    for process in psutil.process_iter():
+        try:
+            opened = [file.path for file in process.open_files()] if "--serve" in process.cmdline() else []
+            if any(str(folder) in text for text in (*process.cmdline(), *opened)):
+                running.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return running
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,88 @@
+"""Small test configs and commands, composed as train.py composes them, and readers for the files of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from src.schema import ResolvedConfig
+from src.train.losses import softmax_losses
+from src.train.metrics import METRICS
+from timm_parallel.config.compose import compose_command
+from timm_parallel.config.resolve import resolve
+from timm_parallel.metric import Metric
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime.evaluation import Evaluation, evaluate
+
+TINY = (
+    "print_config=false",
+    "model=tiny",
+    "parallel.threads_per_device=1",
+    "data.limit_train=192",
+    "data.batch_size=32",
+    "optim.warmup_epochs=0",
+    "train.epochs=2",
+)
+
+
+def resolved(*overrides: str) -> ResolvedConfig:
+    """Return the resolved config of `python train.py <TINY> <overrides>`."""
+    return resolve(compose_command(parse(*tiny(*overrides))).config)
+
+
+def parse(*words: str) -> Any:
+    """Parse a command line with the parser of Hydra."""
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_args(list(words))
+
+
+def conf(folder: Path, **files: str) -> Path:
+    """Write a folder for --config-dir from texts by file name, with `__` in place of `/`."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def tiny(*overrides: str) -> list[str]:
+    """Return TINY with `overrides`; later keys replace earlier ones."""
+    chosen = {word.partition("=")[0]: word for word in (*TINY, *overrides)}
+    return list(chosen.values())
+
+
+def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, tuple[float, ...]]:
+    """Return mean and std for a DevicePrefetcher. The defaults keep pixel values in 0..255."""
+    return {"mean": (mean,) * channels, "std": (std,) * channels}
+
+
+def evaluate_batches(
+    model: Any,
+    batches: Iterable[Any],
+    strategy: Strategy,
+    num_samples: int,
+    num_classes: int,
+    metrics: Mapping[str, Metric] = METRICS,
+) -> Evaluation:
+    """Evaluate on given batches without a loader. Metrics from rows are not supported, because they need a loader."""
+    prefetcher = SimpleNamespace(device=strategy.device)
+    fetcher = SimpleNamespace(split=range(num_samples), num_classes=num_classes)
+    loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
+    evaluation = evaluate(model, loader, metrics, softmax_losses, strategy.group, batches=iter(batches))
+    assert evaluation is not None
+    return evaluation
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return metric lines without values that depend on the clock or on memory, and without empty lines."""
+    timed = ("time", "train/images_per_sec", "train/images_per_sec_per_device", "train/data_wait", "seconds")
+    kept = [{k: v for k, v in line.items() if k not in timed and not k.startswith("memory/")} for line in lines]
+    return [line for line in kept if any("/" in key for key in line)]

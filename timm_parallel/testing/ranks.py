@@ -1,0 +1,176 @@
+"""Ranks forked from a server that has already imported everything, which saves the three seconds of a new process.
+
+`in_ranks` calls a function in such ranks, `run_warm` trains a whole run, `warm_ranks` replaces the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.schema import ResolvedConfig
+from timm_parallel.faults.failure import RankExits
+from timm_parallel.launch.job import prepare
+from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.testing.commands import ROOT
+from timm_parallel.testing.configs import resolved
+
+RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES")
+
+COLD = "the server of ranks has not found timm_parallel/testing/warm.py"
+
+
+def warm_processes() -> Any:
+    """Return a multiprocessing context. A server that has imported warm.py forks its processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["timm_parallel.testing.warm"])
+    # Python before 3.13 looks for the module from the folder in which the server starts, and ignores it if it is missing. All
+    # ranks of all later tests would be cold.
+    with contextlib.chdir(ROOT):
+        forkserver.ensure_running()
+    return context
+
+
+def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
+    """Call `function(ranks, store, *arguments)` in `world_size` processes with a file store and return their results.
+
+    A process that raises or dies fails the test with its traceback.
+    """
+    context = warm_processes()
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank, args=(function, rank, world_size, f"{folder}/store", answers, arguments), daemon=False
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        values: dict[int, Any] = {}
+        try:
+            until = time.monotonic() + timeout
+            while len(values) < world_size:
+                rank, failure, value = _next_answer(answers, processes, until)
+                assert failure is None, f"rank {rank}:\n{failure}"
+                values[rank] = value
+            for process in processes:
+                process.join(timeout=10)
+                assert process.exitcode == 0, f"exit code {process.exitcode}"
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return [values[rank] for rank in range(world_size)]
+
+
+def _next_answer(answers: Any, processes: list[Any], until: float) -> tuple[int, str | None, Any]:
+    while time.monotonic() < until:
+        try:
+            return answers.get(timeout=0.5)  # type: ignore[no-any-return]
+        except queue.Empty:
+            dead = [f"rank {i}: {p.exitcode}" for i, p in enumerate(processes) if p.exitcode not in (None, 0)]
+            if dead:
+                pytest.fail(f"died: {dead}")
+    return pytest.fail("the ranks took too long")  # type: ignore[no-any-return]
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, path: str, answers: Any, arguments: tuple[Any, ...]
+) -> None:
+    import torch
+    from torch.distributed import FileStore
+
+    torch.set_num_threads(1)
+    identity = Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    try:
+        assert "timm_parallel.testing.warm" in sys.modules, COLD
+        answers.put((rank, None, function(identity, FileStore(path, world_size), *arguments)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+
+
+def run_warm(folder: Path, *overrides: str) -> Path:
+    """Run `python train.py <TINY> <overrides>` in warm ranks and return `folder`, the run folder. Fail if the run fails."""
+    return train_warm(resolved(*overrides), folder)
+
+
+def train_warm(config: ResolvedConfig, folder: Path) -> Path:
+    """Train a config in warm ranks and return `folder`, the run folder. Fail the test if the run fails."""
+    prepare(config, folder)
+    ended = warm_ranks(config, folder)
+    console = (folder / "console.txt").read_text(encoding="utf-8")
+    assert not ended.exit_codes, f"{ended}\n{console}"
+    return folder
+
+
+def warm_ranks(
+    config: ResolvedConfig,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    first: Path | None = None,
+    timeout: float = 300,
+    start_rank: object = None,
+) -> RankExits:
+    """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes, without torch's agent.
+
+    If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank runs before anything
+    else. Their output goes to `console.txt`. `start_rank` is not used.
+    """
+    from torch.distributed import TCPStore
+
+    count = config.parallel.devices if config.parallel.has_ranks else 1
+    given = {"RUN_STARTED_AT": str(time.time()), **(environment or {})}
+    if config.parallel.has_ranks:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        given |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for rank in range(count):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if config.parallel.has_ranks else {}
+        processes.append(warm_processes().Process(target=_warm_rank, args=(folder, given | own, first), daemon=False))
+        processes[-1].start()
+    until = time.monotonic() + timeout
+    while any(process.exitcode is None for process in processes):
+        if any(process.exitcode for process in processes) or time.monotonic() > until:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join(timeout=30)
+                process.kill()
+        time.sleep(0.02)
+    codes = {rank: int(process.exitcode or 0) for rank, process in enumerate(processes) if process.exitcode}
+    return RankExits(exit_codes=codes, world_size=count)
+
+
+def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
+    assert "timm_parallel.testing.warm" in sys.modules, COLD
+    from src.train import run_training
+    from timm_parallel.launch.rank import main
+    from timm_parallel.machine.process import exit_process
+
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(console, 1), os.dup2(console, 2)
+    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    if first is not None:
+        spec = importlib.util.spec_from_file_location(first.stem, first)
+        assert spec is not None and spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    exit_process(main(folder, run_training))

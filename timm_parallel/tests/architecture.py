@@ -1,0 +1,167 @@
+"""Structure of the code: python timm_parallel/tests/architecture.py
+
+Read import statements and print a table, whose limits are in test_architecture.py. No project code is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = {
+    "methods that a strategy may override": 10,
+    "import levels inside any package": 5,
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """Dotted name that a file imports, or uses as an attribute of an imported name."""
+
+    name: str
+    line: int
+    in_function: bool
+    for_types: bool  # below `if TYPE_CHECKING:`
+    is_import: bool
+
+
+def names_in(source: str) -> Iterator[Named]:
+    """Yield every name that a file imports, and every dotted use such as `torch.distributed.barrier`."""
+    yield from _walk(ast.parse(source), in_function=False, for_types=False)
+
+
+def _walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Named]:
+    for child in ast.iter_child_nodes(node):
+        inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typed = for_types or (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"))
+        names: list[str] = []
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            module = "." * child.level + (child.module or "")
+            names = [f"{module}.{alias.name}" for alias in child.names]
+        elif isinstance(child, ast.Attribute):
+            text = ast.unparse(child)
+            names = [text] if text.replace(".", "").replace("_", "").isalnum() else []
+        for name in names:
+            is_import = isinstance(child, ast.Import | ast.ImportFrom)
+            yield Named(name, getattr(child, "lineno", 0), in_function, for_types, is_import)
+        yield from _walk(child, inside, typed)
+
+
+def source_files(root: Path = ROOT) -> list[Path]:
+    """Return the entry points, the files of src/ and those of the library without its tests."""
+    return [root / "train.py", root / "evaluate.py", *sorted((root / "src").rglob("*.py")), *_library(root)]
+
+
+def _library(root: Path) -> list[Path]:
+    files = sorted((root / "timm_parallel").rglob("*.py"))
+    return [path for path in files if not {"tests", "testing"} & {*path.relative_to(root).parts}]
+
+
+# Names that schema.py reads before torch is imported.
+REGISTRIES = ("src/train/losses.py", "src/train/metrics.py")
+
+
+def package_of(file: str) -> str:
+    """Return the package of a file: `timm_parallel/launch/job.py` -> `timm_parallel.launch`, `src/models/build.py` -> `models`."""
+    if file in REGISTRIES:
+        return "schema"
+    parts = Path(file).with_suffix("").parts
+    if len(parts) == 1:
+        return ""
+    if parts[0] == "src":
+        return parts[1]
+    return ".".join(parts[:3] if parts[1] == "lab" else parts[:2])
+
+
+@cache
+def imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the files that each file imports, except in `if TYPE_CHECKING` blocks."""
+    modules: dict[str, str] = {}
+    for path in source_files(root):
+        relative = path.relative_to(root)
+        module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        modules[module] = relative.as_posix()
+    arrows: dict[str, set[str]] = {file: set() for file in modules.values()}
+    for file in modules.values():
+        for named in names_in((root / file).read_text(encoding="utf-8")):
+            if named.for_types or not named.is_import:
+                continue
+            target = modules.get(named.name) or modules.get(named.name.rpartition(".")[0])
+            if target is not None and target != file:
+                arrows[file].add(target)
+    return arrows
+
+
+def import_levels(root: Path = ROOT) -> dict[str, int]:
+    """Return the depth of imports between files of each package: 1 if no file imports another."""
+    arrows = imports(root)
+    packages: dict[str, set[str]] = {}
+    for file in arrows:
+        if not file.endswith("__init__.py"):
+            packages.setdefault(package_of(file), set()).add(file)
+
+    def depth(file: str, package: set[str]) -> int:
+        return 1 + max((depth(other, package) for other in arrows[file] & package), default=0)
+
+    return {name: max(depth(file, files) for file in files) for name, files in packages.items()}
+
+
+def find_cycle(root: Path = ROOT) -> list[str]:
+    """Return the files of an import cycle or of a cycle between packages, or an empty result if there is no cycle."""
+    arrows = imports(root)
+    packages: dict[str, set[str]] = {}
+    for file, targets in arrows.items():
+        others = {package_of(target) for target in targets} - {package_of(file)}
+        packages.setdefault(package_of(file), set()).update(others)
+    return _cycle(arrows) or _cycle(packages)
+
+
+def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def long_functions(file: str, source: str, limit: int = 60) -> list[str]:
+    """Return the functions of more than `limit` lines."""
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = ((node, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions)
+    return [f"{file}:{node.lineno} {node.name} has {lines} lines" for node, lines in lengths if lines > limit]
+
+
+def strategy_methods(root: Path = ROOT) -> list[str]:
+    """Return the methods of the strategy base class that a subclass may override."""
+    tree = ast.parse((root / "timm_parallel/parallel/strategy.py").read_text(encoding="utf-8"))
+    base = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Strategy")
+    names = [node.name for node in base.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if name not in ("__init__", "is_first", "close")]
+
+
+def measure(root: Path = ROOT) -> dict[str, int]:
+    """Return the measured value of every entry of LIMITS."""
+    values = (len(strategy_methods(root)), max(import_levels(root).values()))
+    return dict(zip(LIMITS, values, strict=True))
+
+
+def main() -> int:
+    """Print the table and return 1 if a limit is exceeded."""
+    measured = measure()
+    for name, value in measured.items():
+        print(f"{name:70s} {value:7,}  limit {LIMITS[name]:7,}{'' if value <= LIMITS[name] else '  EXCEEDED'}")
+    print("import levels:", ", ".join(f"{name or 'entry points'} {levels}" for name, levels in import_levels().items()))
+    print("import cycle:", " > ".join(find_cycle()) or "none")
+    return int(any(value > LIMITS[name] for name, value in measured.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""A checkpoint is written completely or not at all, and verified when read. The newest valid one is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from timm_parallel.runtime import checkpoint
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.ranks import warm_processes
+
+SIZE = 40_000  # numbers per tensor: a save takes a few milliseconds
+
+
+def contents(step: int) -> dict[str, Any]:
+    """Return checkpoint contents in which every number equals the step."""
+    return {
+        "model": {f"layer{index}.weight": torch.full((SIZE,), float(step)) for index in range(4)},
+        "optimizer": {"state": {}},
+        "progress": {"step": step, "epoch": 0, "best_values": {}},
+        "classes": ["a", "b"],
+        "made_by": {"strategy": "single", "devices": 1},
+    }
+
+
+def step_in(path: Path) -> int:
+    """Return the step of a checkpoint, and check that all numbers in the file equal the step."""
+    loaded = checkpoint.load(path)
+    step = int(loaded["progress"]["step"])
+    assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
+    return step
+
+
+def _save_forever(folder: Path, first: int) -> None:
+    torch.set_num_threads(1)
+    for step in range(first, 10**6):
+        checkpoint.save(folder, contents(step), step, keep=2, is_best=step % 3 == 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(tmp_path: Path) -> None:
+    context = warm_processes()
+    draw, reached = random.Random(0), 0
+    for _ in range(20):
+        process = context.Process(target=_save_forever, args=(tmp_path, reached + 1))
+        process.start()
+        until = time.monotonic() + 300
+        # Wait for one whole save at least.
+        while not (tmp_path / f"step_{reached + 2}.pt").exists() and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.15))
+        process.kill()
+        process.join()
+        step = step_in(tmp_path / "last.pt") if (tmp_path / "last.pt").exists() else 0
+        assert step >= reached
+        reached = step
+    assert reached > 20
+    checkpoint.save(tmp_path, contents(reached + 1), reached + 1, keep=1, is_best=False)
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left <= {f"{name}.{end}" for name in ("last", "best", f"step_{reached + 1}") for end in ("pt", "json")}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    checkpoint.save(folder, contents(3), 3, keep=1, is_best=True)
+    return folder
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
+def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_sidecar(
+    good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
+) -> None:
+    """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte has no meaning."""
+    data = bytearray((good / "last.pt").read_bytes())
+    data[int(where * len(data))] ^= 1 << bit
+    folder = tmp_path / f"{where}{bit}{sidecars}"
+    folder.mkdir(exist_ok=True)
+    (folder / "last.pt").write_bytes(data)
+    if sidecars:
+        shutil.copy(good / "last.json", folder)
+        with pytest.raises(ValueError, match="checksum"):
+            checkpoint.load(folder / "last.pt")
+        return
+    with contextlib.suppress(ValueError):  # refused
+        assert step_in(folder / "last.pt") == 3
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
+def test_checkpoint_load_error_names_the_truncated_file(good: Path, tmp_path: Path, keep: float) -> None:
+    data = (good / "last.pt").read_bytes()
+    (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
+    with pytest.raises(ValueError, match=r"last\.pt: damaged") as refusal:
+        checkpoint.load(tmp_path / "last.pt")
+    assert "\n" not in str(refusal.value)
+
+
+def test_load_newest_checkpoint_skips_and_logs_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        checkpoint.save(folder, contents(step), step, keep=3, is_best=step == 1)
+    for name in ("last.pt", "step_3.pt"):
+        (folder / name).unlink()
+        (folder / name).write_bytes(b"damaged")
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None and step_in(newest[0]) == 2
+    assert "last.pt: damaged" in caplog.text
+    checkpoint.save(folder, contents(4), 4, keep=1, is_best=False)
+    assert step_in(folder / "last.pt") == 4
+    assert step_in(folder / "best.pt") == 1
+
+
+def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(tmp_path: Path) -> None:
+    """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and deletes step 9."""
+    for step in (1, 2, 9):
+        checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
+    (tmp_path / "step_9.pt").write_bytes(b"damaged")
+    checkpoint.save(tmp_path, contents(3), 3, keep=2, is_best=False)
+    assert {path.name for path in tmp_path.glob("step_*.pt")} == {"step_2.pt", "step_3.pt"}
+    assert [step_in(path) for path in sorted(tmp_path.glob("step_*.pt"))] == [2, 3]
+
+
+def _save_with_little_room(folder: Path, answers: Any) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))  # bytes a file may have: the second write fails
+    try:
+        checkpoint.save(folder, contents(8), 8, keep=1, is_best=True)
+        answers.put("saved")
+    except OSError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.processes
+def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_write(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    context = warm_processes()
+    answers = context.Queue()
+    process = context.Process(target=_save_with_little_room, args=(tmp_path, answers))
+    process.start()
+    message = answers.get(timeout=300)
+    process.join()
+    assert "step_8.pt" in message
+    assert "MiB free" in message and "earlier checkpoints are untouched" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 3 MiB, which needs root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
+    train: Train, small_disk: Path, strategy: str
+) -> None:
+    overrides = (
+        f"parallel={strategy}",
+        f"parallel.devices={1 if strategy == 'single' else 2}",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=50",
+        "train.epochs=50",
+    )
+    done = train(*overrides, folder=small_disk / "run")
+    assert done.returncode == 1, done.output
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("Failed: ")]
+    assert ".pt: " in line and "MiB free" in line, done.output
+    assert done.result["reason"] == line.removeprefix("Failed: ")
+    assert done.seconds < 60
+    last = done.folder / "checkpoints" / "last.pt"
+    assert checkpoint.load(last)["progress"]["step"] >= 2
+    assert train.left_after(2) == []
+    resumed = train.start(
+        f"resume={done.folder}", "checkpoint.keep=1", "train.epochs=3", defaults=False, folder=done.folder
+    )
+    # Free some space, as the message says.
+    shutil.rmtree(done.folder / "tensorboard")
+    for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
+        old.unlink()
+    assert resumed.finish().returncode == 0
+
+
+def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
+    (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None and step_in(newest[0]) == 1
+    checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
+    assert not (folder / ".step_2.pt.tmp").exists()

@@ -1,0 +1,335 @@
+"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from timm_parallel.errors import ConnectError
+from timm_parallel.faults import watchdog
+from timm_parallel.faults.failure import RankExits, failure_record, first_failure, record_of, write_failure
+from timm_parallel.faults.heartbeat import Heartbeat, Heartbeats, publish_failure, published_failures
+from timm_parallel.launch import job, node, nodes, supervisor, torchrun
+from timm_parallel.launch.job import conclude, prepare, record_end
+from timm_parallel.machine.ranks import NodeAddress, Ranks
+from timm_parallel.machine.signals import heeded_signals, signal_handlers
+from timm_parallel.parallel.group import TorchProcessGroup
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.configs import resolved
+
+
+def recorded(error: Exception, folder: Path, config: Any = None) -> dict[str, Any]:
+    try:
+        raise error
+    except Exception as caught:
+        return failure_record(caught, config or resolved("parallel=single"), Ranks(), folder / "log")
+
+
+def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
+    for error in (FileNotFoundError("/data/igloo/1.png"), RuntimeError("/data/igloo/1.png: an odd image")):
+        record = recorded(error, tmp_path)
+        assert not record["is_echo"] and "/data/igloo/1.png" in record["reason"]
+        assert "lost its connection" not in record["reason"]
+    pair_closed = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+    for text in (pair_closed, "Gloo connectFullMesh failed with timeout"):
+        record = recorded(RuntimeError(text), tmp_path)
+        assert record["is_echo"] and "lost its connection to another rank" in record["reason"]
+
+
+def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
+    kind = type("DistBackendError", (RuntimeError,), {})
+    record = recorded(kind("NCCL error: Cuda failure 2 'out of memory'"), tmp_path)
+    assert (record["status"], record["is_echo"]) == ("out_of_memory", False)
+    assert recorded(kind("NCCL error: remote process exited"), tmp_path)["is_echo"]
+
+
+IN_REPLICA = (
+    "Caught OutOfMemoryError in replica 1 on device 2.\nOriginal Traceback (most recent call last):\n  File x\n"
+)
+OF_ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "device"),
+    [
+        (torch.OutOfMemoryError(OF_ALLOCATOR), "cuda:3"),
+        (torch.OutOfMemoryError(f"{IN_REPLICA}torch.OutOfMemoryError: out of memory"), "cuda:2"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "cuda:5"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cuda:5"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "cpu"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "cpu"),
+        (MemoryError(), "cpu"),
+    ],
+)
+def test_out_of_memory_record_names_the_device_that_is_full(
+    error: Exception, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device is that of the strategy, which has read parallel.device_ids."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    config = resolved("parallel=single")
+    config.parallel.accelerator = "cuda"
+    record = recorded(error, tmp_path, config)
+    assert record["status"] == "out_of_memory"
+    assert f" on {device} with " in record["reason"]
+
+
+@pytest.mark.parametrize("failing", ["init_process_group", "barrier"])
+def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first failure."""
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise torch.distributed.DistBackendError("unhandled system error")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **named: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, failing, fail)
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    with pytest.raises(ConnectError) as failure:
+        TorchProcessGroup(config.parallel, Ranks(0, 2, 0, 2), torch.distributed.HashStore(), torch.device("cpu"))
+    record = recorded(failure.value, tmp_path)
+    assert "exited" not in record["reason"] and "unhandled system error" in record["reason"]
+    (tmp_path / "logs").mkdir()
+    write_failure(tmp_path, record)
+    assert first_failure(tmp_path, RankExits(exit_codes={0: 1}))["rank"] == 0
+    assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
+
+
+def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
+    monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
+    # Raises nothing: the caller prints the refusal.
+    torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
+
+
+def test_node_records_the_store_error_when_another_node_never_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The inventory of the other node is missing, so the error of the store is the only known cause."""
+    from torch.distributed import DistStoreError
+
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    prepare(config, tmp_path)
+
+    def meet(place: NodeAddress, seconds: float) -> None:
+        raise DistStoreError("wait timeout after 300000ms, keys: /facts/1")
+
+    monkeypatch.setattr(node, "find_address", lambda: NodeAddress(0, 2))
+    monkeypatch.setattr(node, "_meet", meet)
+    assert node.main(tmp_path, tmp_path) == 1
+    assert capsys.readouterr().err == "node: wait timeout after 300000ms, keys: /facts/1\n"
+    result = read_result(tmp_path)
+    assert (result.status, result.reason) == ("failed", "wait timeout after 300000ms, keys: /facts/1")
+
+
+FULL = """
+import os, sys
+from pathlib import Path
+from timm_parallel.faults import failure
+
+def full(path, value):
+    raise OSError(28, "No space left on device")
+
+failure.write_json = full
+record = failure.record_of(0, Path(sys.argv[1]), "the disk is full")
+failure.report_failure(record)
+failure.write_failure(Path(sys.argv[1]), record)
+os._exit(1)
+"""
+
+
+@pytest.mark.processes
+def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_failure_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = resolved("parallel=single")
+    run_child = supervisor._run_child
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    monkeypatch.setattr(supervisor, "_run_child", lambda *given: run_child(command, config.parallel))
+    assert job.run_job(config, tmp_path) == 1
+    assert read_result(tmp_path).reason == "the disk is full"
+    assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
+
+
+def test_reason_is_printed_when_the_disk_takes_no_result_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path, result: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(job, "write_result", full)
+    ended = RankExits(exit_codes={0: 1}, records=[record_of(0, tmp_path, "step_24.pt: could not be written")])
+    assert conclude(resolved("parallel=single"), tmp_path, ended) == 1
+    assert "step_24.pt: could not be written" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(tmp_path: Path) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    for reason in ("the disk is full", "exited early with exit code 1"):
+        publish_failure(store, record_of(1, tmp_path, reason))
+    assert [record["reason"] for record in published_failures(store, 2)] == ["the disk is full"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_by"), [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)]
+)
+def test_run_ranks_reports_a_stop_signal_only_when_no_rank_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], stopped_by: int | None
+) -> None:
+    monkeypatch.setattr(supervisor, "_run_child", lambda *given: RankExits(exit_codes=codes))
+    assert supervisor.run_ranks(resolved("parallel=single"), tmp_path).signal == stopped_by
+
+
+DEAF = """
+import os, signal, sys, time
+signal.signal(int(sys.argv[1]), signal.SIG_IGN)
+os.kill(os.getppid(), int(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
+    command = [sys.executable, "-c", DEAF, str(int(number))]
+    ended = supervisor._run_child(command, resolved("parallel=single").parallel)
+    assert (ended.signal, ended.exit_codes) == (number, {0: -signal.SIGKILL})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+    """`nohup` ignores SIGHUP, and a script ignores SIGINT in what it starts with `&`."""
+    received: list[int] = []
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signal_handlers(lambda number, frame: received.append(number)):
+            for each in (number, signal.SIGTERM):
+                os.kill(os.getpid(), each)
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(number) == signal.SIG_IGN
+        assert number not in heeded_signals()
+    finally:
+        signal.signal(number, previous)
+
+
+@pytest.mark.processes
+def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` signals the process and its group. The second signal arrives while the kill timer of the first starts."""
+    starts = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            starts.append(self)
+            if len(starts) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().start()
+
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
+    ended = supervisor._run_child(command, resolved("parallel=single").parallel)
+    assert (ended.signal, ended.exit_codes, len(starts)) == (signal.SIGTERM, {0: -signal.SIGKILL}, 1)
+
+
+def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog cannot write its failure record, and must not wait for the lost node."""
+
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    class Left(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    place = Ranks(0, 2, 0, 1, node=0, nodes=2)
+    dog = watchdog.Watchdog(resolved("parallel=single").parallel, tmp_path, place, None, Full())  # type: ignore[arg-type]
+    monkeypatch.setattr(watchdog, "exit_at_once", leave)
+    monkeypatch.setattr(watchdog.threading, "Timer", MagicMock())
+    with pytest.raises(Left):
+        dog._end_without(Heartbeat(1, "nodeb", node=1))
+    with pytest.raises(Left):
+        dog._end(100.0)
+
+
+def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_path: Path) -> None:
+    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the watchdog silently."""
+    heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> str:
+            return json.dumps({"rank": int(key.partition("/")[2]), "ticks": 1})
+
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while not over.is_set():
+                heartbeats.silent_node()
+        except BaseException as error:
+            errors.append(error)
+
+    watching = threading.Thread(target=look)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        watching.start()
+        for other in range(1, 3000):
+            heartbeats._read_node(other, Store())  # type: ignore[arg-type]
+    finally:
+        over.set()
+        watching.join()
+        sys.setswitchinterval(before)
+    assert errors == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
+def test_result_status_stays_done_when_a_signal_arrives_after_completion(
+    tmp_path: Path, status: str | None, code: int
+) -> None:
+    config = resolved("parallel=single")
+    if status is not None:
+        record_end(config, tmp_path, status, "")
+    assert conclude(config, tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130})) == code
+    assert read_result(tmp_path).status == (status or "interrupted")
+
+
+@pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])
+def test_stopped_run_suggests_resume_only_when_it_has_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: bool, hint: str
+) -> None:
+    if checkpoint:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "last.pt").touch()
+    conclude(resolved("parallel=single"), tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130}))
+    line = capsys.readouterr().err
+    assert line.startswith("Stopped by SIGINT. ") and hint in line
+    assert ("resume=" in line) == checkpoint

@@ -1,0 +1,427 @@
+"""The watchdog names the rank that stopped first instead of ranks that wait for it, and ignores debugged processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from timm_parallel.faults import heartbeat, watchdog
+from timm_parallel.faults.failure import RankExits, failure_files, first_failure, write_failure
+from timm_parallel.faults.heartbeat import (
+    NODE_SILENT,
+    PUBLISH,
+    START_SILENT,
+    TICK,
+    Heartbeat,
+    Heartbeats,
+    publish_failure,
+)
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
+from timm_parallel.faults.run_folder import RunFolder
+from timm_parallel.faults.watchdog import LEAVE, judge
+from timm_parallel.machine.ranks import Ranks, machine_id
+from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.ranks import in_ranks, warm_processes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PLACES = st.tuples(st.integers(5, 7), st.integers(1, 6))
+
+
+def heartbeats(places: list[tuple[int, int]], ticks: list[int]) -> list[Heartbeat]:
+    return [
+        Heartbeat(rank, "here", 100 + rank, *place, tick)
+        for rank, (place, tick) in enumerate(zip(places, ticks, strict=True))
+    ]
+
+
+@given(st.lists(PLACES, min_size=1, max_size=8))
+def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(places: list[tuple[int, int]]) -> None:
+    failed, recorder, reason = judge(heartbeats(places, [1] * len(places)), heartbeats(places, [3] * len(places)), 120)
+    assert failed.position == min(places)
+    assert recorder == failed.rank
+    assert f"rank {failed.rank} made no progress for 120 s" in reason
+    assert ("the others waited for it" in reason) == (len(places) > 1 and places.count(min(places)) == 1)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # for a busy machine
+@given(
+    st.lists(st.tuples(PLACES, st.booleans()), min_size=2, max_size=8).filter(
+        lambda ranks: {True, False} == {r[1] for r in ranks}
+    )
+)
+def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behind(
+    ranks: list[tuple[tuple[int, int], bool]],
+) -> None:
+    places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
+    failed, recorder, _ = judge(
+        heartbeats(places, [4] * len(ranks)), heartbeats(places, [4 + answer for answer in answers]), 120
+    )
+    assert not answers[failed.rank]
+    assert answers[recorder]
+
+
+def test_watchdog_blames_the_rank_in_the_forward_pass_when_others_are_in_backward() -> None:
+    now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
+    failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
+    assert failed.rank == 1
+    assert "the forward pass of step 7" in reason
+
+
+def test_watchdog_reason_names_node_and_host_when_there_are_several_nodes() -> None:
+    now = [Heartbeat(rank, f"host{rank}", 1, 7, FORWARD + (rank == 0), 2, node=rank) for rank in range(2)]
+    failed, _, reason = judge([dataclasses.replace(heartbeat, ticks=1) for heartbeat in now], now, 120)
+    assert failed.rank == 1
+    assert reason.startswith("node 1 (host1): rank 1 made no progress")
+
+
+def test_watchdog_detects_that_the_main_thread_is_inside_pdb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread is in a frame of pdb.py while another thread checks."""
+    seen: list[bool] = []
+    look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
+    code = compile("def stand(look):\n    look.start()\n    look.join()\n", "/somewhere/pdb.py", "exec")
+    scope: dict[str, object] = {}
+    exec(code, scope)
+    scope["stand"](look)  # type: ignore[operator]
+    look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
+    look.start()
+    look.join()
+    assert seen == [True, False]
+
+
+def test_watchdog_ignores_time_while_the_process_was_suspended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After Ctrl-Z or `scontrol suspend`, the clock jumps between two ticks. This is not a stall of the main thread."""
+    dog = object.__new__(watchdog.Watchdog)
+    clock = [0.0]
+    ended: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watchdog.Watchdog, "limit", 100)
+    monkeypatch.setattr(dog, "ranks", Ranks(), raising=False)
+    monkeypatch.setattr(dog, "heartbeats", Heartbeats(Ranks(), None, tmp_path), raising=False)
+    monkeypatch.setattr(dog, "_end", ended.append, raising=False)
+
+    class Ticks:
+        jumps = iter([1.0] * 50 + [5000.0] + [1.0] * 49)
+
+        def wait(self, seconds: float) -> bool:
+            jump = next(self.jumps, None)
+            clock[0] += jump or 0
+            return jump is None
+
+    monkeypatch.setattr(dog, "_over", Ticks(), raising=False)
+    dog._watch()
+    assert ended == [], "99 seconds of silence plus a suspension must not exceed the limit"
+    Ticks.jumps = iter([1.0] * 200)
+    dog._watch()
+    assert len(ended) == 1
+
+
+class Board:
+    """Fake store shared by all heartbeat threads of a test."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, count: int) -> int:
+        self.values[key] = str(int(self.values.get(key, 0)) + count)
+        return int(self.values[key])
+
+    def clone(self) -> Board:
+        return self
+
+
+def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeats, Heartbeats]:
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    board = Board()
+    ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
+    heartbeats = [Heartbeats(place, board, folder) for place in ranks]  # type: ignore[arg-type]
+    for each in (*heartbeats, *heartbeats):
+        exchange(each)
+    return heartbeats[0], heartbeats[1]
+
+
+def exchange(heartbeats: Heartbeats) -> None:
+    heartbeats.ticks += 1
+    heartbeats._exchange()
+    heartbeats.answered_at = time.monotonic()
+
+
+def test_node_without_heartbeats_is_reported_lost_only_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    first, second = two_nodes(tmp_path, clock, monkeypatch)
+    monkeypatch.setattr(liveness, "step", 7)
+    for clock[0] in range(1, 30):
+        exchange(first), exchange(second)
+        assert first.silent_node() is None and second.silent_node() is None
+    silent_since = clock[0]
+    while (lost := first.silent_node()) is None:
+        clock[0] += 1
+        exchange(first)
+    assert (lost.rank, lost.node) == (1, 1)
+    assert NODE_SILENT < clock[0] - silent_since < 10
+
+
+def test_node_without_heartbeats_has_a_longer_time_limit_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Importing libraries from a slow disk blocks every thread of a rank."""
+    clock = [0.0]
+    monkeypatch.setattr(liveness, "step", 0)
+    monkeypatch.setattr(liveness, "steps_done", 0)  # a step done by this rank would be a step of all ranks
+    first, _ = two_nodes(tmp_path, clock, monkeypatch)
+    exchange(first)
+    for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
+        exchange(first)
+        assert (first.silent_node() is not None) == lost
+
+
+def test_node_1_reports_node_0_lost_when_the_torch_store_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    _, second = two_nodes(tmp_path, clock, monkeypatch)
+    clock[0] += NODE_SILENT + 1
+    lost = second.silent_node()
+    assert lost is not None and lost.rank == 0
+    second.forgive(NODE_SILENT)
+    assert second.silent_node() is None, "the delay is explained by the suspension of this process"
+
+
+def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    first, _ = two_nodes(tmp_path, clock, monkeypatch)
+    clock[0] += NODE_SILENT + 1
+    assert first.silent_node() is None
+
+
+def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of node 0."""
+
+    def full(folder: Path, record: dict[str, object]) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, second = two_nodes(tmp_path, [0.0], monkeypatch)
+    monkeypatch.setattr(heartbeat, "write_failure", full)
+    assert second.store is not None
+    for key, value in (("failure/0", "{}"), ("failed", "")):
+        second.store.set(key, value)
+    with pytest.raises(OSError, match="No space"):
+        exchange(second)
+    assert second.failed and second.peer_has_left()
+
+
+def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_path: Path) -> None:
+    """A thread inside a store call at interpreter shutdown aborts the process, and a completed run would be lost."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(Board):
+        def set(self, key: str, value: str) -> None:
+            inside.set()
+            leave.wait(10)
+
+    heartbeats = Heartbeats(Ranks(0, 2, 0, 2), Slow(), tmp_path)  # type: ignore[arg-type]
+    heartbeats.start()
+    assert inside.wait(10)
+    threading.Timer(0.3, leave.set).start()
+    heartbeats.close()
+    assert "heartbeats" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_first_failure_is_chosen_by_order_of_arrival_instead_of_clock_time(tmp_path: Path) -> None:
+    for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
+        record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}
+        write_failure(tmp_path, record)
+    assert first_failure(tmp_path, RankExits(world_size=2))["rank"] == 1
+
+
+def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
+    """Let rank 1 fail on another node with a separate folder, and return the failure records in this rank's folder."""
+    from torch.distributed import TCPStore  # as in a run; a store in a file is removed with its first clone
+
+    place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
+    own = Path(folder) / f"node_{ranks.rank}"
+    own.mkdir()
+    if ranks.rank == 0:
+        meeting = store
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
+    heartbeats = Heartbeats(place, store, own)
+    exchange(heartbeats)
+    if ranks.rank == 1:
+        publish_failure(store, {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"})
+        store.set("published", "")
+    else:
+        store.wait(["published"])
+        exchange(heartbeats)
+        assert heartbeats.failed
+    return [path.read_text() for path in failure_files(own)]
+
+
+@pytest.mark.processes
+def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(tmp_path: Path) -> None:
+    records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
+    assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
+
+
+@pytest.mark.parametrize(("exception", "limit"), [("NodeLost", 3.0), ("RuntimeError", LEAVE + 3.0)])
+def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exception: str, limit: float
+) -> None:
+    """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the lost node."""
+    clock, ended = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    board = Board()
+    peer = Heartbeats(Ranks(1, 4, 1, 2, node=0, nodes=2), board, tmp_path)  # type: ignore[arg-type]
+    dog = object.__new__(watchdog.Watchdog)
+    for name, value in {"ranks": peer.ranks, "heartbeats": peer, "before_exit": lambda: None}.items():
+        monkeypatch.setattr(dog, name, value, raising=False)
+    monkeypatch.setattr(watchdog.Watchdog, "limit", 1000)
+    monkeypatch.setattr(watchdog, "_exit", lambda: ended.append(clock[0]))
+
+    class Ticks:
+        def wait(self, seconds: float) -> bool:
+            clock[0] += watchdog.TICK
+            exchange(peer)
+            return bool(ended) or clock[0] > 60
+
+    monkeypatch.setattr(dog, "_over", Ticks(), raising=False)
+    publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
+    dog._watch()
+    assert ended and ended[0] <= limit
+    # Two ticks until the first rank knows, the store's patience, two ticks of its peers, and the launcher's patience.
+    assert 2 * TICK + NODE_SILENT + PUBLISH + 2 * TICK + 2.0 <= 15
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _move(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def _replace(folder: Path) -> None:
+    _move(folder)
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+
+
+def _delete_in_part(folder: Path) -> None:
+    """As `rm -rf` leaves it if a rank writes at the same moment."""
+    (folder / "config.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_gone"),
+    [(_delete, True), (_move, True), (_replace, True), (_delete_in_part, True), (lambda folder: None, False)],
+)
+def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], is_gone: bool
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    ended = threading.Event()
+    calls: list[str] = []
+
+    def leave() -> None:
+        calls.append("exit")
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "FOLDER", 0.01)
+    monkeypatch.setattr(watchdog, "_exit", leave)
+    before_exit = partial(calls.append, "before exit")
+    with watchdog.Watchdog(resolved().parallel, folder, Ranks(), None, StringIO(), before_exit) as beats:
+        change(folder)
+        assert ended.wait(5 if is_gone else 0.3) == is_gone
+    assert not beats.alarm
+    assert calls[:2] == (["before exit", "exit"] if is_gone else [])
+
+
+@pytest.mark.parametrize(("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)])
+def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with RunFolder(tmp_path) as folder, monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        assert folder.is_gone() == is_gone
+
+
+LIMIT = 2  # seconds without progress
+
+
+def _run_own_loop(folder: Path, step_for: float) -> None:
+    """Run a rank whose training loop does not call StepHooks: step an optimizer for `step_for` seconds, then idle."""
+    import torch
+
+    from timm_parallel.launch.rank import run_rank
+    from timm_parallel.machine.process import exit_process
+
+    def loop(*_: object) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        began = time.monotonic()
+        while time.monotonic() - began < step_for:
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            time.sleep(0.05)
+        if step_for < LIMIT:
+            time.sleep(60)
+
+    exit_process(run_rank(loop, resolved(f"parallel.timeout={LIMIT}"), folder, Ranks(), None))
+
+
+@pytest.mark.processes
+def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(tmp_path: Path) -> None:
+    """Two runs execute at the same time: one steps for twice the limit, the other stops after its first steps."""
+    started = {}
+    for name, step_for in (("stepping", 2.0 * LIMIT), ("idle", 0.2)):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        started[name] = warm_processes().Process(target=_run_own_loop, args=(tmp_path / name, step_for), daemon=False)
+        started[name].start()
+    for process in started.values():
+        process.join(timeout=60)
+        process.kill()
+    assert {name: process.exitcode for name, process in started.items()} == {"stepping": 0, "idle": 1}
+    assert list(failure_files(tmp_path / "stepping")) == []
+    failure = first_failure(tmp_path / "idle", RankExits(world_size=1))
+    assert failure["exception"] == "NoProgress" and "parallel.timeout" in failure["reason"]
+
+
+def test_machine_id_is_stable_and_contains_the_boot_id() -> None:
+    assert machine_id() == machine_id()
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in machine_id()

@@ -1,0 +1,138 @@
+"""Import rules of the library. tests/template/test_front_architecture.py holds those of the template's own code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from timm_parallel.tests.architecture import ROOT, long_functions, names_in
+
+SOURCES = sorted(path for path in (ROOT / "timm_parallel").rglob("*.py") if not {"tests", "testing"} & {*path.parts})
+BENCHMARK = "scripts/maintain/bench_loop.py"
+
+# Library -> where it may be imported. A folder ends with a slash.
+ALLOWED = {
+    r"(hydra|omegaconf)": (
+        "train.py",
+        "evaluate.py",
+        "timm_parallel/config/",
+        "timm_parallel/launch/resume.py",
+        "timm_parallel/lab/sweep/",
+        "timm_parallel/lab/search/",
+    ),
+    r"torch\.distributed": (
+        "src/parallel/",
+        "timm_parallel/parallel/",
+        "timm_parallel/launch/",
+        "timm_parallel/machine/ranks.py",
+        "timm_parallel/lab/doctor/probe.py",
+        BENCHMARK,
+    ),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "timm_parallel/parallel/", BENCHMARK),
+    r"timm": (
+        "src/models/",
+        "src/data/",
+        "src/train/",
+        "src/commands/",
+        "timm_parallel/lab/doctor/probe.py",
+        "scripts/maintain/",
+    ),
+}
+# --help, a refused value and a report import no torch. Files below these folders may import it inside functions only.
+NO_TORCH_AT_THE_TOP = (
+    "train.py",
+    "evaluate.py",
+    "src/schema.py",
+    "src/data/__init__.py",
+    "src/data/check.py",
+    "timm_parallel/data/csv_listing.py",
+    "timm_parallel/data/folder.py",
+    "timm_parallel/data/fractions.py",
+    "src/parallel/__init__.py",
+    "src/train/__init__.py",
+    "src/train/losses.py",
+    "src/train/metrics.py",
+    "timm_parallel/errors.py",
+    "timm_parallel/keys.py",
+    "timm_parallel/metric.py",
+    "timm_parallel/lab/analysis/",
+    "timm_parallel/config/",
+    "timm_parallel/data/dataset.py",
+    "timm_parallel/data/seeds.py",
+    "timm_parallel/lab/doctor/",
+    "timm_parallel/faults/",
+    "timm_parallel/lab/jobs/",
+    "timm_parallel/launch/",
+    "timm_parallel/machine/",
+    "timm_parallel/record/environment.py",
+    "timm_parallel/record/jobs.py",
+    "timm_parallel/record/result.py",
+    "timm_parallel/lab/report/",
+    "timm_parallel/lab/search/",
+    "timm_parallel/lab/sweep/",
+    "timm_parallel/trackers/",
+)
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_in(file: str, places: tuple[str, ...]) -> bool:
+    return any(file == place or (place.endswith("/") and file.startswith(place)) for place in places)
+
+
+def broken_rules(file: str, source: str) -> list[str]:
+    """Return the imports and names in `file` that break the rules."""
+    problems = []
+    for named in names_in(source):
+        at = f"{file}:{named.line}"
+        if named.is_import and named.name.startswith("."):
+            problems.append(f"{at} imports {named.name}: give the full name")
+        if named.for_types:
+            continue
+        if file.startswith("timm_parallel/") and re.match(r"src\.(?!engine\b|schema\b)", named.name):
+            problems.append(f"{at} the engine imports {named.name}")
+        for library, places in ALLOWED.items():
+            if re.fullmatch(rf"{library}(\..*)?", named.name) and not is_in(file, places):
+                problems.append(f"{at} {named.name} belongs in {', '.join(places)}")
+        is_heavy = re.match(r"(torch|torchvision|timm)\b", named.name)
+        if is_heavy and named.is_import and not named.in_function and is_in(file, NO_TORCH_AT_THE_TOP):
+            problems.append(f"{at} imports {named.name} at the top")
+    return problems + long_functions(file, source)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
+    file, source = name_of(path), path.read_text(encoding="utf-8")
+    assert broken_rules(file, source) == []
+    assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, "names must describe the contents"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("timm_parallel/record/console.py", "import src.train.loop", "the engine imports src.train.loop"),
+        ("timm_parallel/launch/job.py", "def f():\n    from src.train import run", "the engine imports src.train.run"),
+        ("timm_parallel/data/loader.py", "from ..models import build_model", "give the full name"),
+        ("src/train/run.py", "import omegaconf", "omegaconf belongs in"),
+        ("timm_parallel/lab/report/report.py", "from hydra.core import plugins", "hydra.core.plugins belongs in"),
+        ("src/train/run.py", "import torch\ntorch.distributed.barrier()", "torch.distributed.barrier belongs in"),
+        (
+            "src/train/build.py",
+            "import torch\nmodel = torch.nn.DataParallel(model)",
+            "torch.nn.DataParallel belongs in",
+        ),
+        ("timm_parallel/runtime/meter.py", "import timm", "timm belongs in"),
+        ("timm_parallel/lab/report/tables.py", "import torch", "imports torch at the top"),
+        ("train.py", "from timm import create_model", "imports timm.create_model at the top"),
+        ("src/train/run.py", "def f():\n" + "    pass\n" * 60, "f has 61 lines"),
+    ],
+)
+def test_architecture_check_reports_forbidden_imports_and_long_functions(
+    file: str, source: str, complaint: str
+) -> None:
+    assert any(complaint in line for line in broken_rules(file, source))

@@ -1,0 +1,499 @@
+"""Checkpoints contain unwrapped weights and plain values, are written atomically, and must fit the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import train as entry
+from src.parallel import build_strategy
+from src.train.build import RunParts
+from src.train.metrics import METRICS
+from src.train.run import run
+from timm_parallel.faults.liveness import liveness
+from timm_parallel.machine import hardware
+from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.ranks import in_ranks
+
+Contents = dict[str, Any]
+SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
+
+
+def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> RunParts:
+    """Return the parts of a run after one step. With a store, the caller closes its strategy."""
+    config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
+    torch.manual_seed(0)
+    strategy = build_strategy(config.parallel, ranks, store)
+    run = RunParts(config, strategy)
+    images, labels = next(run.train.epoch(0))
+    run.state.wrapped(images, labels)[0].backward()
+    run.state.optimizer.step()
+    if store is None:
+        strategy.close()
+    return run
+
+
+def contents_of(run: RunParts, step: int = 1) -> Contents:
+    run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
+    made_by = {"strategy": "single", "devices": 1}
+    return {**checkpoint.snapshot(run.state, run.strategy), "classes": run.dataset.class_names, "made_by": made_by}
+
+
+@pytest.fixture(scope="module")
+def single() -> RunParts:
+    return run_of("parallel=single")
+
+
+@pytest.fixture(scope="module")
+def contents(single: RunParts) -> Contents:
+    return contents_of(single)
+
+
+def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
+    return checkpoint.save(
+        folder, {**contents, "progress": {**contents["progress"], "step": step}}, step, keep, is_best
+    )
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder, including hidden files."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Contents ------------------------------------------------------------------------------------------------------------
+
+
+def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[str]]:
+    run = run_of(f"parallel={strategy}", "parallel.devices=2", ranks=ranks, store=store)
+    found = names(contents_of(run))
+    run.strategy.close()
+    return found
+
+
+def names(contents: Contents) -> dict[str, list[str]]:
+    return {part: list(contents[part]) for part in ("model", "ema")}
+
+
+@pytest.mark.processes
+def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(contents: Contents) -> None:
+    model = resolved().model
+    plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
+    expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
+    assert names(contents) == expected
+    assert names(contents_of(run_of("parallel=dp", "parallel.devices=2"))) == expected
+    for strategy in ("ddp", "fsdp"):
+        assert in_ranks(names_of_ranks, 2, strategy) == [expected] * 2
+    plain.load_state_dict(contents["model"])
+
+
+def test_first_step_after_a_restore_is_the_first_counted_step(
+    single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer, which calls torch's hooks."""
+    monkeypatch.setattr(liveness, "steps_done", 0)
+    handle = register_optimizer_step_post_hook(liveness.count_step)
+    try:
+        ticks = liveness.ticks
+        checkpoint.restore(single.state, single.strategy, contents)
+        assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
+        single.state.optimizer.step()
+        assert liveness.steps_done == 1
+    finally:
+        handle.remove()
+    checkpoint.restore(single.state, single.strategy, contents)
+
+
+def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
+    path = save(tmp_path, contents, 7)
+    other = run_of("parallel=single", "seed=8").state
+    checkpoint.restore(other, single.strategy, checkpoint.load(path))
+    assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
+    for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
+        assert saved is not None and restored is not None
+        for name, tensor in restored.state_dict().items():
+            assert torch.equal(saved.state_dict()[name], tensor), name
+    moments = [list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)]
+    assert len(moments[0]) == len(list(other.model.parameters()))
+    for saved, restored in zip(*moments, strict=True):
+        assert all(torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key])) for key in saved)
+
+
+def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
+    single: RunParts, contents: Contents
+) -> None:
+    """With resume_strict=false this can happen. An EMA of random weights would need many steps to become useful."""
+    other = run_of("parallel=single", "seed=8").state
+    checkpoint.restore(other, single.strategy, {**contents, "ema": None})
+    assert other.ema is not None
+    for name, tensor in other.ema.module.state_dict().items():
+        assert torch.equal(tensor, contents["model"][name]), name
+
+
+def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
+    contents: Contents, tmp_path: Path
+) -> None:
+    sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
+    parameters = sum(tensor.numel() for tensor in contents["model"].values())
+    expected = {"step": 7, "best": {"acc": 0.25}, "classes": 10, "parameters": parameters, "strategy": "single"}
+    assert {key: sidecar[key] for key in expected} == expected
+    assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
+
+
+# Atomic writes -------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(contents: Contents, tmp_path: Path) -> None:
+    # 100 comes after 9, but before it in the order of text.
+    for step in (5, 8, 9, 10, 100):
+        save(tmp_path, contents, step, keep=2, is_best=step == 8)
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_10.pt", "step_100.pt"}
+    assert {path.stem for path in tmp_path.glob("*.json")} == {path.stem for path in tmp_path.glob("*.pt")}
+    steps = {path.stem: checkpoint.load(path)["progress"]["step"] for path in tmp_path.glob("*.pt")}
+    assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
+
+
+def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") -> Contents:
+    """Return contents whose state `save_top` saves right after an evaluation; None: without one."""
+    return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
+
+
+def save_top(folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2) -> None:
+    score = contents["score"]
+    progress = {**contents["progress"], "step": step, "score": score, "evaluated_at": None if score is None else step}
+    checkpoint.save(folder, {**contents, "progress": progress}, step, 1, is_best, top)
+
+
+def best_steps(folder: Path) -> list[int]:
+    """Return the steps of the best_step_N.pt files, whose .json and weights must be those of the step."""
+    paths = list(folder.glob("best_step_*"))
+    assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
+    steps = sorted(int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt")
+    for step in steps:
+        path = folder / f"best_step_{step}.pt"
+        assert checkpoint.load(path)["progress"]["step"] == step
+        assert json.loads(path.with_suffix(".json").read_text())["step"] == step
+    return steps
+
+
+def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(contents: Contents, tmp_path: Path) -> None:
+    """Step 4 has the same score as the earlier step 2. Step 5 is saved without an evaluation."""
+    scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
+    kept = {}
+    for step, score in scores.items():
+        save_top(tmp_path, evaluated(contents, score), step, is_best=step in (1, 2, 11))
+        kept[step] = best_steps(tmp_path)
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 4], 10: [2, 4], 11: [2, 11]}
+    assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
+
+
+def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(contents: Contents, tmp_path: Path) -> None:
+    save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
+
+
+def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric(
+    contents: Contents, tmp_path: Path
+) -> None:
+    """A run that continues from an older checkpoint, or with another metric, deletes files that it cannot rank."""
+    for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
+        save_top(tmp_path, evaluated(contents, score), step, top=3)
+    save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
+    assert best_steps(tmp_path) == [1, 5, 6]
+    save_top(tmp_path, evaluated(contents, -3.5, "val/loss"), 7, top=3)
+    assert best_steps(tmp_path) == [7]
+
+
+def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged(
+    contents: Contents, tmp_path: Path
+) -> None:
+    for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
+        save_top(tmp_path, evaluated(contents, score), step, top=4)
+    (tmp_path / "best_step_1.pt").unlink()
+    (tmp_path / "best_step_2.json").write_text('{"score": ')
+    (tmp_path / "best_step_3.json").unlink()
+    (tmp_path / "best_step_4_mine.pt").write_bytes(b"a copy of the user")
+    save_top(tmp_path, evaluated(contents, 0.1), 5, top=4)
+    assert {path.name for path in tmp_path.glob("best_step_*.pt")} == {
+        *("best_step_4.pt", "best_step_4_mine.pt", "best_step_5.pt")
+    }
+
+
+def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run continues from last.pt: it either repeats step 2, or step 2 was saved completely."""
+    replace = os.replace
+    for failing in range(8):
+        folder = tmp_path / str(failing) / "checkpoints"
+        folder.parent.mkdir()
+        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
+        done: list[Any] = []
+
+        def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
+            if len(done) == failing:
+                disk_full()
+            done.append(target)
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", rename)
+            with pytest.raises(OSError, match=r"step_2\.pt"):
+                save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        save_top(folder, evaluated(contents, 0.5), 3)
+        assert best_steps(folder) == [2, 3], failing
+
+
+def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
+    (Path(folder) / "logs").mkdir(parents=True)
+    torch.set_num_threads(1)
+    for epochs in (3, 6):
+        words = ("parallel=single", "checkpoint.top=3", "checkpoint.every_steps=3", f"train.epochs={epochs}")
+        run(resolved(*words), Path(folder), ranks, None)
+
+
+@pytest.mark.processes
+def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
+    in_ranks(trained_twice, 1, str(tmp_path / "run"))
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
+    assert len(lines) == 6
+    ranked = sorted(lines, key=lambda line: (-line["val/acc"], line["step"]))[:3]
+    assert best_steps(tmp_path / "run" / "checkpoints") == sorted(line["step"] for line in ranked)
+    assert (tmp_path / "run/checkpoints/best.pt").samefile(
+        tmp_path / f"run/checkpoints/best_step_{ranked[0]['step']}.pt"
+    )
+
+
+def disk_full(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
+def test_checkpoint_save_leaves_all_files_unchanged_when_writing_fails(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save(tmp_path, contents, 1, keep=1, is_best=True)
+    before = everything(tmp_path)
+    module, _, name = call.partition(".")
+    with monkeypatch.context() as patch:
+        patch.setattr({"torch": torch, "os": os}[module], name, disk_full)
+        with pytest.raises(OSError, match=r"step_2\.pt: .*MiB free.*No space left") as refusal:
+            save(tmp_path, contents, 2, keep=1, is_best=True)
+    assert "\n" not in str(refusal.value)
+    assert everything(tmp_path) == before, "expected unchanged files and no temporary file"
+
+
+def test_checkpoint_save_error_reports_free_space_when_folder_cannot_be_created(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: disk_full())
+    with pytest.raises(OSError, match=r"step_1\.pt: .* MiB free: .*No space left"):
+        save(tmp_path / "checkpoints", contents, 1)
+
+
+def test_checkpoint_save_does_not_delete_copies_made_by_the_user(contents: Contents, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, contents, 1)
+    shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
+    save(folder, contents, 2, keep=1)
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["last.pt", "step_1_good.pt", "step_2.pt"]
+    assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
+
+
+def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
+    progress = Progress()
+    losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
+    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [
+        False, True, False, True, False,
+    ]  # fmt: skip
+    assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
+    assert progress.best_values == {"loss": 1.0, "acc": 0.5}
+
+
+def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save renames six files: step_2, last and best, each with its .json."""
+    replace = os.replace
+    for failing in range(6):
+        run = tmp_path / str(failing)
+        folder = run / "checkpoints"
+        run.mkdir()
+        save(folder, contents, 1, keep=1, is_best=True)
+        done: list[Any] = []
+
+        def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
+            if len(done) == failing:
+                disk_full()
+            done.append(target)
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", rename)
+            with pytest.raises(OSError, match=r"step_2\.pt"):
+                save(folder, contents, 2, keep=1, is_best=True)
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name] == []
+        steps = {name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")}
+        assert steps == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
+        assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
+        save(folder, contents, 3, keep=1)
+        assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
+
+
+def test_checkpoint_save_copies_files_when_hard_links_fail(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", disk_full)
+    path = save(tmp_path, contents, 4, is_best=True)
+    assert path.read_bytes() == (tmp_path / "best.pt").read_bytes() == (tmp_path / "step_4.pt").read_bytes()
+    assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
+
+
+# Files that are not checkpoints ---------------------------------------------------------------------------------------
+
+
+FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
+    "a_list": (lambda contents: [1, 2], "not a checkpoint of this project"),
+    "a_tensor": (lambda contents: torch.zeros(3), "not a checkpoint of this project"),
+    "weights_of_timm": (lambda contents: contents["model"], "not a checkpoint of this project"),
+    "of_lightning": (lambda contents: {"state_dict": contents["model"], "epoch": 1}, "not a checkpoint of this"),
+    "a_named_format": (lambda contents: {**contents, "format": "timm"}, "not a checkpoint of this project"),
+    "no_format": (lambda contents: {**contents, "format": None}, "not a checkpoint of this project"),
+    "newer": (lambda contents: {**contents, "format": checkpoint.FORMAT + 1}, f"expected {checkpoint.FORMAT}"),
+    "older": (lambda contents: {**contents, "format": checkpoint.FORMAT - 1}, f"expected {checkpoint.FORMAT}"),
+    "a_module": (lambda contents: {**contents, "format": 1, "model": nn.Linear(2, 2)}, "more than tensors"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
+    contents: Contents, tmp_path: Path, name: str
+) -> None:
+    make, reason = FOREIGN[name]
+    path = tmp_path / f"{name}.pt"
+    torch.save(make(contents), path)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        checkpoint.load(path)
+    assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
+
+
+def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(contents: Contents, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.load_newest(tmp_path) is None
+    save(folder, contents, 1)
+    for path in folder.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:99])
+    with pytest.raises(ValueError, match="damaged") as refusal:
+        checkpoint.load_newest(tmp_path)
+    assert all(str(folder / f"{name}.pt") in str(refusal.value) for name in ("last", "step_1"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
+    run, contents = run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"), contents_of(run_of("model=tiny"))
+    with pytest.raises(ValueError, match="by a different model") as refusal:
+        checkpoint.restore(run.state, run.strategy, contents)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")]
+)
+def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
+    sgd = ("optim=sgd",) if "sgd" in before else ()
+    run = run_of(after, *sgd)
+    checkpoint.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
+    assert run.state.progress.step == 1
+
+
+def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(single: RunParts, contents: Contents) -> None:
+    with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
+        checkpoint.restore(replace(single.state), single.strategy, {"format": 1, "model": contents["model"]})
+
+
+# resume= -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resume(
+    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """Return a function that resumes a copy of a finished run without starting ranks.
+
+    It returns (exit code, stderr, folders whose ranks would start).
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    for name in NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    started: list[str] = []
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0)
+
+    def run(*overrides: str) -> tuple[int, str, list[str]]:
+        before = everything(folder)
+        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
+        code = entry.main()
+        out, err = capfd.readouterr()
+        if code == 2:
+            assert out == "" and len(err.splitlines()) == 1, err
+            assert everything(folder) == before, "expected a refused command to change no file"
+        logging.shutdown()
+        return code, err, started
+
+    return run
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)])
+def test_resume_refuses_finished_run_without_changing_its_files(resume: Any, overrides: tuple[str, ...]) -> None:
+    """Such a resume would train zero steps and overwrite the throughput in result.json."""
+    code, message, started = resume(*overrides)
+    assert (code, started) == (2, [])
+    assert "this run is done" in message and "train.epochs" in message
+
+
+@pytest.mark.processes
+def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> None:
+    code, message, started = resume("train.epochs=3")
+    assert code == 0 and len(started) == 1, message
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("train.accumulate=2",), "train.accumulate=2"),  # steps inside an epoch would count other images
+        (("optim=sgd",), "optim.opt="),
+        (("model.kwargs.depth=3",), "model.kwargs"),
+        (("data.batch_size=64",), "data.batch_size=64"),
+    ],
+)
+def test_resume_refuses_changed_training_keys_unless_resume_strict_is_false(
+    resume: Any, overrides: tuple[str, ...], key: str
+) -> None:
+    code, message, started = resume("train.epochs=3", *overrides)
+    assert (code, started) == (2, [])
+    assert message.startswith(f"train.py: {key}") and "resume_strict=false" in message
+    code, message, started = resume("train.epochs=3", *overrides, "resume_strict=false")
+    assert code == 0 and len(started) == 1, message

@@ -1,0 +1,152 @@
+"""OpenMP threads sleep at barriers while another program uses a core, and spin at barriers otherwise."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from timm_parallel.machine import hardware
+from timm_parallel.machine.usage import scheduled_seconds
+from timm_parallel.parallel.openmp import OversubscriptionWatcher, watch_openmp_oversubscription
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports how long threads wait")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def idle_teams() -> int:
+    return sum(thread.name.startswith("idle team") for thread in threading.enumerate())
+
+
+def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    pace = 0.0  # seconds waited per second
+    waited, moved_at = 0.0, time.monotonic()
+
+    def scheduled() -> tuple[float, float]:
+        nonlocal waited, moved_at
+        now = time.monotonic()
+        waited, moved_at = waited + pace * (now - moved_at), now
+        return 0.0, waited
+
+    watcher = OversubscriptionWatcher(4, scheduled, look_seconds=0.02)
+    assert 4 + 3 * watcher.teams_wanted > 8 >= 4 + 3 * (watcher.teams_wanted - 1), (
+        "expected the fewest idle teams that have more threads than cores"
+    )
+    watcher.start()
+    time.sleep(0.2)
+    assert not watcher.idle
+    pace = 1.0
+    wait_for(lambda: len(watcher.idle) == watcher.teams_wanted == idle_teams())
+    pace = 0.4  # neither crowded nor calm
+    time.sleep(0.3)
+    assert len(watcher.idle) == watcher.teams_wanted
+    pace = 0.0
+    wait_for(lambda: not watcher.idle and not idle_teams())
+    pace = 1.0
+    wait_for(lambda: bool(watcher.idle))
+    watcher.close()
+    assert not watcher.is_alive() and not idle_teams()
+
+
+@linux
+def test_openmp_watcher_thread_ends_in_its_atexit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is inside torch during interpreter shutdown aborts the process."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    watch_openmp_oversubscription.cache_clear()
+    watcher = watch_openmp_oversubscription(2)
+    watch_openmp_oversubscription.cache_clear()
+    assert watcher is not None and watcher.is_alive()
+    for close in at_exit:
+        close()
+    assert not watcher.is_alive()
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_openmp_watcher_does_not_start_when_omp_wait_policy_or_gomp_spincount_is_set(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    watch_openmp_oversubscription.cache_clear()
+    assert watch_openmp_oversubscription(2) is None
+    watch_openmp_oversubscription.cache_clear()
+
+
+def test_openmp_watcher_does_not_start_when_process_has_one_openmp_thread() -> None:
+    assert watch_openmp_oversubscription(1) is None
+
+
+@linux
+def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_its_core() -> None:
+    """Two busy processes share one core with this process."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        waited, until = scheduled_seconds()[1], time.monotonic() + 1
+        while time.monotonic() < until:
+            pass
+        assert 0.2 < scheduled_seconds()[1] - waited < 2.0
+    finally:
+        os.sched_setaffinity(0, before)
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+ON_ONE_CORE = """
+import os, sys, time, torch
+from timm_parallel.parallel import openmp
+torch.set_num_threads(2)
+numbers = torch.zeros(2**17)
+def steps(seconds):
+    count, until = 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        numbers.add_(1)
+        count += 1
+    return count / seconds
+steps(0.1)
+core = min(os.sched_getaffinity(0))
+for task in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(task), {core})  # after OpenMP has counted the cores, as if another program had the other one
+spinning = steps(1.5)
+watch = openmp.OversubscriptionWatcher(2, look_seconds=0.2)
+watch.teams_wanted = os.cpu_count()  # OpenMP has counted them all
+watch.start()
+until = time.monotonic() + 20
+while not watch.idle and time.monotonic() < until:
+    steps(0.1)
+assert watch.idle, "no idle teams were made"
+time.sleep(0.2)
+print(spinning, steps(1.5))
+"""
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="one core")
+def test_openmp_watcher_makes_steps_3_times_faster_when_two_threads_share_one_core() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    command = [sys.executable, "-c", ON_ONE_CORE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    spinning, sleeping = map(float, done.stdout.split())
+    assert sleeping > 3 * spinning, f"{spinning:.0f} steps per second, then {sleeping:.0f}"

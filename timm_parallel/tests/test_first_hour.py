@@ -1,0 +1,345 @@
+"""First steps of a new user: installation, the printed config, the progress bar and error messages."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from scripts.install import main as install
+from scripts.install import settings_for_uv
+from src.schema import AugmentConfig, Config
+from timm_parallel.config.compose import compose_command, plain_config
+from timm_parallel.config.resolve import resolve
+from timm_parallel.keys import SweepConfig, leaves
+from timm_parallel.lab.forecast.plan import show
+from timm_parallel.lab.sweep.board import Board
+from timm_parallel.lab.sweep.dry_run import show_points
+from timm_parallel.lab.sweep.points import Point
+from timm_parallel.launch.rank import Stdout
+from timm_parallel.machine import hardware
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.ddp_timing import unused_parameters
+from timm_parallel.record.console import Console, print_config
+from timm_parallel.record.jobs import Jobs
+from timm_parallel.record.result import Result
+from timm_parallel.runtime.banner import show_end
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import parse, resolved
+from timm_parallel.testing.ranks import in_ranks, run_warm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+# --- installing
+
+
+def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
+    listed = (
+        ":env:.find-links='/opt/wheels'\nglobal.index-url='https://mirror/simple'\nglobal.timeout='60'\n"
+        "global.extra-index-url='https://one/simple\\nhttps://two/simple'\nuser.trusted-host='mirror'\n"
+    )
+    assert settings_for_uv(listed) == {
+        "UV_FIND_LINKS": "/opt/wheels",
+        "UV_DEFAULT_INDEX": "https://mirror/simple",
+        "UV_INDEX": "https://one/simple https://two/simple",
+        "UV_INSECURE_HOST": "mirror",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    assert settings_for_uv("") == {}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fits: bool
+) -> None:
+    (tmp_path / "wanted.txt").write_text(f"# A comment\nrich==15.0.{0 if fits else 1}\n")
+    (tmp_path / "wanted.lock").write_text("rich==15.0.0 \\\n    --hash=sha256:00\n")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command)
+        # uv fails, so that pip follows.
+        return SimpleNamespace(returncode=int("uv" in command), stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install(str(tmp_path / "wanted.lock")) == (0 if fits else 2)
+    installs = [command for command in commands if str(tmp_path / "wanted.lock") in command]
+    assert ["uv" in command for command in installs] == ([True, False] if fits else [])
+    assert all("--require-hashes" in command for command in installs)
+    assert ("rich==15.0.1" in capsys.readouterr().err) != fits
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])])
+def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
+    """Fake pip and uv programs, first on the path, record their arguments."""
+    note = tmp_path / "note"
+    for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
+        text = f"import sys\nopen({str(note)!r}, 'a').write('{name} ' + ' '.join(sys.argv[1:]) + '\\n')\nsys.exit({code})\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    command = [sys.executable, str(ROOT / "scripts" / "install.py"), "wanted.txt"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in note.read_text().splitlines() if "config list" not in line]
+    assert len(lines) == len(asked)
+    assert all(words in line for words, line in zip(asked, lines, strict=True))
+    assert not any("--require-hashes" in line for line in lines)
+    assert "--compile-bytecode" in lines[1], (
+        "expected compilation at installation, because otherwise every process would compile"
+    )
+
+
+# --- console
+
+
+def test_schema_declares_the_defaults_of_a_plain_run() -> None:
+    plain, schema = dict(_values(plain_config())), dict(_values(Config()))
+    # Options that are chosen by default, but not meant by null in other options: digits' size, and the tracker's name.
+    assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
+
+
+def _values(config: Config) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value, _ in leaves(config))
+
+
+def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    """Return what print_config shows for a command, one dotted `key: value` each, without the header."""
+    asked = compose_command(parse(*overrides)).config
+    capsys.readouterr()
+    print_config(asked, resolve(asked))
+    path: list[str] = []
+    lines = []
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        marks, name = re.fullmatch(r"([│├└─\s]*)(.*)", line).groups()  # type: ignore[union-attr]
+        path = [*path[: len(marks) // 4 - 1], name]
+        if ": " in name:
+            lines.append(".".join(path))
+    return lines
+
+
+AUTO = ["parallel.strategy: single (auto)", "parallel.devices: 1 (auto)"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", AUTO),
+        ("parallel=single parallel.devices=1", ["parallel.strategy: single", "parallel.devices: 1"]),
+        (
+            "data.image_size=32 train.epochs=8 optim.lr=0.25 model.ema.decay=0.5",
+            ["model.ema.decay: 0.5", *AUTO, "optim.lr: 0.25"],
+        ),
+        ("optim.warmup_epochs=0 tracker=none", [*AUTO, "optim.warmup_epochs: 0.0", "tracker.use: {}"]),
+        ("parallel.threads_per_device=1", [*AUTO, "parallel.threads_per_device: 1"]),
+    ],
+)
+def test_print_config_shows_only_what_the_user_or_a_chosen_option_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, overrides: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    assert printed_values(capsys, *overrides.split()) == expected
+
+
+def test_print_config_full_shows_all_resolved_values(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_values(capsys, "print_config=full", "parallel=single")
+    assert len(lines) > 100
+    assert {"parallel.devices: 1", "parallel.backend: gloo", "optim.weight_decay: 0.05"} <= {*lines}
+
+
+def test_console_prints_brackets_literally_instead_of_as_rich_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tags: ['a:b:c', '[red]', '[/x]']" in printed_values(capsys, "tags=['a:b:c','[red]','[/x]']")
+    Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
+    shown = [
+        Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)
+        for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
+    ]
+    show_points(shown, SweepConfig(), lambda data: None)
+    refused = SimpleNamespace(bytes=None, parameters=0, devices=2, reason="a:b:c [/x]", warnings=[])
+    show([refused])  # type: ignore[list-item]
+    output = capsys.readouterr().out
+    assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")]
+)
+def test_overfit_preset_reports_whether_loss_target_is_reached(
+    loss: float, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolved("debug=overfit", "parallel=single")
+    result = Result("done", train={"loss": loss}, val={"acc": 0.5, "acc_best": 0.5})
+    with caplog.at_level(logging.INFO):
+        show_end(config, Path("outputs/x"), result, [], [])
+    assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
+def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoch(
+    epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolved("parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss")
+    with caplog.at_level(logging.INFO):
+        show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
+    shown = [line for line in caplog.messages if line.startswith("early stop   ")]
+    assert len(shown) == is_early
+    assert all(text in line for line in shown for text in ("val/loss", " 2 ", "train.early_stop"))
+
+
+@pytest.mark.parametrize(("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])])
+def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
+    speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
+    with caplog.at_level(logging.INFO):
+        show_end(resolved("parallel=single"), Path("outputs/x"), result, [], [])
+    lines = [line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")]
+    assert [line.partition(", mean")[0] for line in lines] == shown
+
+
+@pytest.mark.processes
+def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(tmp_path: Path) -> None:
+    folder = run_warm(
+        tmp_path / "run", "parallel=single", "train.epochs=5", "train.evaluate_every=2", "data.limit_train=64"
+    )
+    lines = [line for line in (folder / "console.txt").read_text().splitlines() if line.startswith("epoch ")]
+    assert ["val/" in line for line in lines] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])
+def test_overfit_preset_trains_without_augmentation_and_smoothing(overrides: tuple[str, ...]) -> None:
+    config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")
+    assert config.data.augment == AugmentConfig()
+    assert config.train.smoothing == 0
+
+
+def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log handler exists before the bar. A log line that bypassed the bar would end up on the line of the bar."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "150")
+    log = logging.Logger("test")
+    log.addHandler(Stdout())
+    with Console(True, total_steps=10, first_step=0) as console:
+        console.step(3, 0.5, 1234.0)
+        assert list(console.counted("val", range(4), 4)) == [0, 1, 2, 3]
+        log.info("epoch 1/2")
+    log.info("afterwards")
+    text = terminal.getvalue()
+    assert re.search(r"(\n|\x1b\[2K)epoch 1/2\s*\n", text), text
+    assert "steps" in text.split("epoch 1/2")[1], "expected the bar again below the log line"
+    assert text.endswith("afterwards\n")
+
+
+def test_console_prints_no_progress_bar_when_stdout_is_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    with Console(True, total_steps=10, first_step=0) as console:
+        console.step(3, 0.5, None)
+        assert list(console.counted("val", "ab", 2)) == ["a", "b"]
+    assert file.getvalue() == ""
+
+
+def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(tmp_path: Path) -> None:
+    from hydra._internal.utils import get_args_parser
+
+    from timm_parallel.config.compose import compose_command
+
+    (tmp_path / "local").mkdir()
+    text = (ROOT / "conf" / "local" / "default.yaml.example").read_text(encoding="utf-8")
+    (tmp_path / "local" / "default.yaml").write_text(text.replace("output_dir: outputs", "output_dir: /elsewhere"))
+    config = compose_command(get_args_parser().parse_args(["--config-dir", str(tmp_path)])).config
+    assert config.paths.output_dir == "/elsewhere"
+
+
+# --- messages
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
+def test_error_for_old_torch_launcher_suggests_torchrun(train: Train, word: str) -> None:
+    done = train.start_command([sys.executable, "train.py", word, "parallel=ddp"], train.base).finish()
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "torchrun --nproc-per-node N train.py parallel=ddp" in done.stderr
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.used(images)  # type: ignore[no-any-return]
+
+
+def two_steps(ranks: Ranks, store: object, find: bool) -> str:
+    """Train two steps and return the error message of the second, or `trained`."""
+    from src.parallel import build_strategy
+    from src.schema import ParallelConfig
+    from src.train.step import Autocast, TrainStep
+
+    config = ParallelConfig(
+        strategy="ddp",
+        devices=2,
+        accelerator="cpu",
+        threads_per_device=1,
+        backend="gloo",
+        find_unused_parameters=find or None,
+    )
+    strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
+    step = TrainStep(Autocast(HalfUsed(), "cpu", None), nn.functional.cross_entropy)
+    wrapped = strategy.wrap(step)
+    try:
+        for _ in range(2):
+            wrapped(torch.ones(2, 4), torch.tensor([0, 1]))[0].backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return "trained"
+
+
+@pytest.mark.processes
+def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
+    for message in in_ranks(two_steps, 2, False):
+        assert message.startswith("no gradient reached idle.weight, idle.bias:")
+        assert "parallel.find_unused_parameters=true" in message
+        assert "\n" not in message
+    assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
+
+
+def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
+    assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "task"), [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
+)
+def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
+    words: tuple[str, ...], task: str | None
+) -> None:
+    """The task_name in conf/train.yaml must not override the task_name of a preset or of the command line."""
+    own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
+    assert resolved(*words).task_name == (task or own)

@@ -1,0 +1,71 @@
+"""Faults during GPU use: the error names the rank, the device becomes free again, and a sweep continues.
+
+promises/test_faults.py and test_ends.py test the same faults on a CPU; this file also tests the sweep on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from timm_parallel.testing.commands import Train
+
+FAULTY = Path(__file__).parent / "promises" / "faulty"
+pytestmark = pytest.mark.processes
+gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu)])
+on_both = pytest.mark.parametrize(
+    "accelerator",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu))],
+)
+
+
+def overrides(accelerator: str) -> list[str]:
+    """Return the overrides of a run with two ranks that share a device."""
+    shared = ["parallel=ddp", "parallel.devices=2", "parallel.backend=gloo", f"parallel.accelerator={accelerator}"]
+    return [*shared, "data=synthetic", "data.kwargs.num_samples=192", "train.epochs=2", "parallel.timeout=4"]
+
+
+def fault_environment(kind: str, mark: Path) -> dict[str, str]:
+    """Return environment variables that inject a fault on rank 1 in the forward pass of step 7."""
+    path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
+    ids=["killed", "stopped"],
+)
+def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
+    train: Train, accelerator: str, kind: str, message: str
+) -> None:
+    done = train(*overrides(accelerator), environment=fault_environment(kind, train.base / "mark"))
+    assert done.returncode == 1 and message in done.stderr, done.output
+
+
+@on_both
+def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(train: Train, accelerator: str) -> None:
+    sweep = train.base / "sweep"
+    environment = fault_environment("no_memory", train.base / "mark")
+    done = train(
+        "-m", *overrides(accelerator), "parallel.devices=2,1", f"hydra.sweep.dir={sweep}", environment=environment
+    )
+    assert done.returncode == 1, done.output
+    jobs = json.loads((sweep / "jobs.json").read_text(encoding="utf-8"))["jobs"]
+    assert sorted(job["status"] for job in jobs) == ["done", "out_of_memory"], done.output
+
+
+@on_cuda
+def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(train: Train, accelerator: str) -> None:
+    running = train.start(*overrides(accelerator), "train.epochs=500", "train.log_every=1")
+    running.wait_for_steps()
+    done = running.signal(signal.SIGTERM)
+    assert done.returncode == 143 and done.seconds < 15, done.output
+    assert (done.folder / "checkpoints" / "last.pt").exists()

@@ -1,0 +1,212 @@
+"""Throughput is images per second, step parts add up, and intervals on a GPU are weighted by their steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from timm_parallel.machine import usage
+from timm_parallel.runtime import meter as module
+from timm_parallel.runtime.meter import Meter
+
+
+class Time:
+    """Fake clock that the test advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Gpu:
+    """A device that works on steps of `seconds` one after the other, while its process continues."""
+
+    def __init__(self, time: Time, seconds: float) -> None:
+        self.clock, self.seconds, self.done_at, self.waits = time, seconds, time.now, 0
+
+    def record(self) -> None:
+        self.done_at = max(self.done_at, self.clock.now) + self.seconds
+
+    def query(self) -> bool:
+        return self.clock.now >= self.done_at
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.clock.now = max(self.clock.now, self.done_at)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(module, "time", time)
+    monkeypatch.setattr(usage, "time", time)
+    return time
+
+
+def train(
+    meter: Meter, clock: Time, steps: Iterable[float], fetch: float = 0.0, log_every: int = 10, logging: float = 0.0
+) -> None:
+    """Run steps that keep this process busy for the given seconds each."""
+    steps = list(steps)
+    for number, seconds in enumerate(steps, 1):
+        meter.start_fetch()
+        clock.now += fetch
+        meter.end_fetch()
+        clock.now += seconds
+        meter.end_step()
+        if number % log_every == 0 or number == len(steps):
+            device: Any = meter._clock
+            if device is not None:
+                clock.now = max(clock.now, device.done_at)
+            meter.synchronized()
+            clock.now += logging
+
+
+def test_throughput_divides_all_images_by_all_seconds_after_the_warm_up(clock: Time) -> None:
+    """Each burst has nine fast steps and a slow one. The median step is 64 images in 0.01 s."""
+    meter = Meter(64, 50)
+    train(meter, clock, [0.01] * 10 + ([0.01] * 9 + [1.0]) * 4)
+    measured = meter.throughput()
+    assert measured["images_per_sec"] == pytest.approx(64 * 40 / (36 * 0.01 + 4))
+    assert measured["step_ms"] == pytest.approx(10)
+    assert measured["step_ms_p95"] == pytest.approx(1000)
+    assert (measured["steps_timed"], measured["seconds_timed"]) == (40, pytest.approx(4.36))
+
+
+def test_throughput_time_includes_data_and_logging_but_not_evaluation(clock: Time) -> None:
+    meter = Meter(1, 60)
+    train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
+    meter.pause()
+    clock.now += 1000
+    meter.resume()
+    train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
+    measured = meter.throughput()
+    assert measured["steps_timed"] == 50
+    assert measured["seconds_timed"] == pytest.approx(50 * 0.15 + 5 * 0.2)  # not the logging after the last step
+    assert meter.data_seconds == pytest.approx(50 * 0.05)
+    assert meter.other_seconds == pytest.approx(5 * 0.2)
+    assert meter.data_wait() == pytest.approx(2.5 / 8.5)
+
+
+class Meters:
+    """A device that uses 10 W, and 1000 W from second 1000 on."""
+
+    uuid = "GPU-a"
+
+    def __init__(self, clock: Time) -> None:
+        self.clock = clock
+
+    def joules(self) -> float:
+        return 10 * self.clock.now + 990 * max(0.0, self.clock.now - 1000)
+
+
+def test_energy_of_timed_steps_excludes_warm_up_and_evaluation(clock: Time) -> None:
+    gpu: Any = Meters(clock)
+    energy = usage.Energy([gpu])
+    meter = Meter(1, 60, energy=energy)
+    train(meter, clock, [0.1] * 30)
+    meter.pause()
+    clock.now += 2000
+    meter.resume()
+    train(meter, clock, [0.1] * 30)
+    meter.pause()
+    window, total = energy.by_gpu()["GPU-a"]
+    assert window == pytest.approx(20 * 0.1 * 10 + 30 * 0.1 * 1000)
+    assert total == pytest.approx(10 * 2006 + 990 * (100 + 2006 - 1000))
+
+
+def test_throughput_reports_speed_of_first_and_second_half_of_timed_steps(clock: Time) -> None:
+    meter = Meter(10, 50)
+    train(meter, clock, [9.0] * 10 + [0.1] * 20 + [0.2] * 20)
+    assert meter.throughput()["halves"] == pytest.approx([100, 50])
+
+
+def test_recent_throughput_is_measured_between_the_last_two_sync_steps(clock: Time) -> None:
+    meter = Meter(10, 40)
+    train(meter, clock, [1.0] * 10)
+    assert meter.recent() is None
+    train(meter, clock, [0.1] * 10)
+    assert meter.recent() == pytest.approx(100)
+    train(meter, clock, [0.2] * 10)
+    assert meter.recent() == pytest.approx(50)
+
+
+def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clock: Time) -> None:
+    """An epoch of 37 steps: intervals of 10, 10, 10, 1 and 6, because a checkpoint is saved after step 31."""
+    meter = Meter(1, 111, Gpu(clock, 0.1))
+    for _ in range(3):
+        train(meter, clock, [0.0] * 30, logging=0.0)
+        train(meter, clock, [0.0], fetch=0.9)  # a slow interval of one step
+        train(meter, clock, [0.0] * 6, logging=0.0)
+    measured = meter.throughput()
+    assert measured["step_ms"] == pytest.approx(100)
+    assert measured["images_per_sec"] == pytest.approx(measured["steps_timed"] / measured["seconds_timed"])
+    intervals = [1000 * s / n for s, n in zip(meter._seconds, meter._steps, strict=True)]
+    assert statistics.quantiles(intervals, n=20)[-1] > 1.5 * measured["step_ms_p95"], (
+        "unweighted quantiles would not differ"
+    )
+
+
+def test_gpu_first_step_time_is_recorded_before_the_first_sync_step(clock: Time) -> None:
+    gpu = Gpu(clock, 3.0)
+    meter = Meter(1, 100, gpu)
+    train(meter, clock, [0.001] * 100)
+    assert meter.first_step_at == pytest.approx(103.001)
+    assert gpu.waits == 2, "the process may wait only after the first step and at the start of the measurement"
+
+
+def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Time) -> None:
+    started_at: list[float] = []
+    meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))
+    train(meter, clock, [0.0] * 100, log_every=100)
+    assert started_at == [pytest.approx(110)]
+    assert meter.throughput()["steps_timed"] == 90
+
+
+@pytest.mark.parametrize(("fetch", "step", "waited"), [(0.03, 0.1, 0.0), (0.2, 0.1, 0.1), (0.2, 0.0, 0.2)])
+def test_gpu_data_wait_counts_only_time_in_which_the_device_is_idle(
+    clock: Time, fetch: float, step: float, waited: float
+) -> None:
+    """A wait hidden behind the previous step costs nothing. A wait in which the device became idle counts half."""
+    meter = Meter(1, 50, Gpu(clock, step))
+    train(meter, clock, [0.0] * 50, fetch=fetch)
+    assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
+
+
+def test_step_time_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> None:
+    """Intervals of 1, 5 and 4 steps: the median is the fifth of ten steps, and the 95 % quantile the tenth."""
+    meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
+    for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):
+        train(meter, clock, [seconds] * steps, log_every=steps)
+    measured = meter.throughput()
+    milliseconds = sorted([3000.0] + [1000.0] * 5 + [2000.0] * 4)
+    assert measured["step_ms"] == pytest.approx(milliseconds[4])
+    assert measured["step_ms_p95"] == pytest.approx(milliseconds[9])
+
+
+def test_throughput_warm_up_is_a_quarter_of_the_steps_and_at_most_10_steps() -> None:
+    for steps, untimed in ((1, 1), (3, 1), (4, 1), (12, 3), (40, 10), (10_000, 10)):
+        assert Meter(1, steps)._warm_up == untimed
+
+
+def test_throughput_is_none_when_run_ends_in_warm_up(clock: Time) -> None:
+    meter = Meter(64, 1)
+    train(meter, clock, [1.0])
+    measured = meter.throughput()
+    assert measured == {
+        "images_per_sec": None,
+        "step_ms": None,
+        "step_ms_p95": None,
+        "steps_timed": 0,
+        "seconds_timed": 0.0,
+        "halves": [None, None],
+    }
+    assert meter.data_wait() is None and meter.recent() is None

@@ -1,0 +1,118 @@
+"""The scheduler never assigns a device twice, does not starve large jobs, and does not leave usable devices idle."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
+
+EIGHT = {"cuda": [f"GPU-{number}" for number in range(8)]}
+
+
+def cuda(count: int, alone: bool = False) -> Requirement:
+    return Requirement("cuda", count, alone)
+
+
+def play(
+    needs: list[Requirement], seconds: list[float], machine: dict[str, list[str]], max_jobs: int | None = None
+) -> list[Any]:
+    """Return (start, end, job, devices) of every job on a simulated machine, checked at every change."""
+    scheduler, now, waiting = DeviceScheduler(machine, max_jobs), 0.0, dict(enumerate(needs))
+    running: dict[int, tuple[float, list[str]]] = {}
+    schedule: list[Any] = []
+    first_refused: dict[int, float] = {}
+    while waiting or running:
+        while chosen := scheduler.start_next(list(waiting.items())):
+            job, names = chosen
+            assert len(names) == min(waiting.pop(job).count, len(machine["cuda"]))
+            running[job] = (now + seconds[job], names)
+            schedule.append((now, now + seconds[job], job, names))
+        held = [name for _, names in running.values() for name in names]
+        assert len(held) == len(set(held)), "a device was assigned twice"
+        idle = len(machine["cuda"]) - len(held)
+        # The devices are reserved for the largest waiting job.
+        if idle and waiting and max_jobs is None:
+            largest = max(need.count for need in waiting.values())
+            assert largest > idle, f"{idle} devices idle at {now} though a job of {largest} waits"
+            first_refused.setdefault(next(job for job, need in waiting.items() if need.count == largest), now)
+        now = min(end for end, _ in running.values())
+        for job in [job for job, (end, _) in running.items() if end == now]:
+            del running[job]
+            scheduler.release(job)
+    assert {kind: scheduler.free(kind) for kind in machine} == {kind: list(names) for kind, names in machine.items()}
+    # It starts when the jobs that ran at its reservation have ended.
+    for job, refused in first_refused.items():
+        start = next(entry[0] for entry in schedule if entry[2] == job)
+        assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), (
+            "another job took the reserved devices"
+        )
+    return schedule
+
+
+def test_device_scheduler_keeps_8_gpus_over_80_percent_busy(capsys: pytest.CaptureFixture[str]) -> None:
+    needs = [cuda(count) for count in (1, 1, 2, 4, 1, 4, 2, 1, 1, 4, 2, 1)]
+    seconds = [3.0, 2, 4, 5, 1, 3, 2, 4, 2, 4, 3, 1]
+    schedule = play(needs, seconds, EIGHT)
+    for start, end, job, names in schedule:
+        print(f"{start:5.1f} to {end:5.1f} s: job {job:2d} on {', '.join(names)}")
+    assert len(schedule) == 12
+    busy = sum((end - start) * len(names) for start, end, _, names in schedule)
+    assert busy / (8 * max(end for _, end, _, _ in schedule)) > 0.8
+    assert [job for _, _, job, _ in schedule][:2] == [3, 5], "the largest job must start first"
+
+
+def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        needs = [cuda(draw.choice((1, 1, 1, 2, 3, 4, 8))) for _ in range(draw.randint(1, 20))]
+        play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
+
+
+def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_jobs() -> None:
+    scheduler = DeviceScheduler(EIGHT)
+    for job in range(6):
+        assert scheduler.start_next([(job, cuda(1))])
+    waiting = [(10, cuda(4)), *((job, cuda(1)) for job in range(11, 99))]
+    assert scheduler.start_next(waiting) is None, "two free devices are reserved"
+    for job in (0, 1):
+        scheduler.release(job)
+    assert scheduler.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
+
+
+def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alone() -> None:
+    scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
+    assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
+    assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (2, ["0"])
+    assert scheduler.start_next([(1, cuda(2)), (3, cuda(1))]) is None, (
+        "the remaining devices must be reserved for job 1"
+    )
+    assert scheduler.start_next([(4, cuda(1, alone=True))]) is None
+    scheduler.release(0)
+    scheduler.release(2)
+    assert scheduler.start_next([(1, cuda(2))]) == (1, ["a", "b"])
+    assert scheduler.start_next([(3, cuda(1)), (2, Requirement("cpu", 1))]) == (2, ["0"]), (
+        "a CPU job must start although all GPUs are in use"
+    )
+    scheduler.release(1)
+    scheduler.release(2)
+    assert scheduler.start_next([(4, cuda(1, alone=True))]) == (4, ["a", "b"])
+    assert scheduler.start_next([(2, Requirement("cpu", 1))]) is None, "the running job must be alone"
+
+
+def test_device_scheduler_starts_jobs_in_order_when_max_jobs_is_1() -> None:
+    scheduler = DeviceScheduler({"cpu": ["0", "1"]}, max_jobs=1)
+    assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, Requirement("cpu", 4))]) == (0, ["0"])
+    assert scheduler.start_next([(1, Requirement("cpu", 4))]) is None
+    scheduler.release(0)
+    assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])
+
+
+def test_device_scheduler_runs_one_job_at_a_time_when_memory_is_short() -> None:
+    scheduler = DeviceScheduler(EIGHT)
+    assert scheduler.start_next([(0, cuda(1)), (1, cuda(1))], lambda: False) == (0, ["GPU-0"])
+    assert scheduler.start_next([(1, cuda(1))], lambda: False) is None
+    scheduler.release(0)
+    assert scheduler.start_next([(1, cuda(1))], lambda: False) == (1, ["GPU-0"])

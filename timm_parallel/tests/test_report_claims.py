@@ -1,0 +1,208 @@
+"""Verdict of each claim in the report, computed from run files. Each claim is shown to be able to fail."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from timm_parallel.errors import ONE_PROCESS, ReplicasDifferError
+from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED
+from timm_parallel.testing.commands import ROOT
+from timm_parallel.testing.report_sweeps import GIB, SPEEDS, Sweep, full_sweep, read, verdicts
+
+pytestmark = pytest.mark.usefixtures("without_plots")
+
+
+NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
+
+
+def test_report_lists_each_claim_about_dp_and_ddp_once_in_order(tmp_path: Path) -> None:
+    claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]
+    assert [claim["number"] for claim in claims] == NUMBERS
+    assert {claim["verdict"] for claim in claims} <= {SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_MEASURABLE}
+    assert all(claim["runs"] for claim in claims if claim["verdict"] != NOT_MEASURABLE)
+    assert all(claim["reason"] for claim in claims if claim["verdict"] == NOT_MEASURABLE)
+
+
+def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(tmp_path: Path) -> None:
+    expected = dict.fromkeys(NUMBERS, SUPPORTED) | {6: NOT_MEASURABLE}
+    assert verdicts(full_sweep(tmp_path / "s").write()) == expected
+
+
+@pytest.mark.parametrize(
+    ("points", "has_claims"),
+    [
+        ([("single", 1), ("dp", 2), ("ddp", 2)], True),
+        ([("single", 1), ("ddp", 2)], False),
+        ([("single", 1), ("dp", 2)], False),
+        ([("dp", 1), ("ddp", 1)], False),
+        ([("dp", 2), ("ddp", 1)], False),
+    ],
+)
+def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_two_devices(
+    tmp_path: Path, points: list[tuple[str, int]], has_claims: bool
+) -> None:
+    sweep = Sweep(tmp_path / "s")
+    for strategy, devices in points:
+        sweep.add(strategy, devices)
+    html, markdown, plain = read(sweep.write())
+    assert [claim["number"] for claim in plain["claims"]] == (NUMBERS if has_claims else [])
+    for text in (html, markdown):
+        assert ("Claims about DataParallel" in text) == has_claims
+        assert ("docs/dp_and_ddp.md" in text) == has_claims
+
+
+def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.add("ddp", 2)
+    sweep.row("parallel=dp", "parallel.devices=2", status="skipped", code=ONE_PROCESS)
+    assert read(sweep.write())[2]["claims"] == []
+
+
+def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) -> None:
+    folder = full_sweep(tmp_path / "a sweep").write()
+    html, markdown, plain = read(folder)
+    [address] = set(re.findall(r'<a href="([^"]*dp_and_ddp[^"]*)"', html))
+    assert (folder / address).resolve() == ROOT / "docs" / "dp_and_ddp.md"
+    assert f"]({address})" in markdown
+    assert "corrections" not in plain
+
+
+LESS_SPEED = {("ddp", 2): 1200, ("ddp", 4): 1300}
+BUSY_PARTS = {"data_ms": 1, "compute_ms": 2, "communication_ms": 16, "other_ms": 1}
+# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records contradict the claim.
+FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp fills device 0": (3, "dp", {"memory": [{"device": n, "peak_bytes": GIB} for n in range(2)]}),
+    "uneven ddp": (4, "ddp", {"memory": [{"device": n, "peak_bytes": (n + 1) * GIB} for n in range(2)]}),
+    "other replicas": (4, "ddp", {"proof": {"hashes_equal": False}}),
+    "idle cores": (5, "ddp", {"cpu": {"seconds_per_second": 0.5}}),
+    "nothing hidden": (7, "ddp", {"communication": {"ms_per_step": 2, "exposed_ms_per_step": 2}}),
+    "hashes differ": (8, "ddp", {"proof": {"hashes_equal": False}}),
+    "drifted": (8, "ddp", {"status": "failed", "failure": {"exception": ReplicasDifferError.__name__}}),
+    "quick start": (11, "ddp", {"seconds": {"start_to_first_step": 0.1}}),
+    "idle ddp": (16, "ddp", {"memory": [{"device": n, "peak_bytes": GIB, "utilisation": 0.1} for n in range(2)]}),
+    "busy waiting": (16, "ddp", {"step": BUSY_PARTS}),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", FLIPS)
+def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradicts_it(tmp_path: Path, name: str) -> None:
+    number, changed, changes = FLIPS[name]
+    results = []
+    for altered in ({}, changes):
+        sweep = Sweep(tmp_path / f"s{len(results)}")
+        for strategy, devices, speeds in (
+            ("single", 1, [1000, 1009, 991]),
+            ("dp", 2, [1500, 1490, 1510]),
+            ("ddp", 2, [1910, 1900, 1890]),
+        ):
+            sweep.repeat(strategy, devices, speeds, **(altered if strategy == changed else {}))
+        results.append(verdicts(sweep.write())[number])
+    assert results == [SUPPORTED, NOT_SUPPORTED]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([GIB, GIB], SUPPORTED),
+        ([GIB, 4 * GIB], NOT_SUPPORTED),  # as much as ddp on one device
+        ([5 * GIB, 5 * GIB], NOT_SUPPORTED),
+    ],
+)
+def test_claim_that_fsdp_needs_less_memory_than_ddp_is_judged_by_peak_bytes_per_device(
+    tmp_path: Path, peaks: list[int], expected: str
+) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("ddp", 2, [1910, 1900, 1890])
+    sweep.repeat("fsdp", 2, [1810, 1800, 1790], memory=[{"device": n, "peak_bytes": p} for n, p in enumerate(peaks)])
+    assert verdicts(sweep.write()) == {18: expected}
+
+
+def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("ddp", 2, [1910, 1900, 1890])
+    sweep.repeat("fsdp", 4, [3610, 3600, 3590])
+    assert verdicts(sweep.write()) == {18: NOT_MEASURABLE}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "number", "expected"),
+    [
+        ({("ddp", 2): 1400, ("ddp", 4): 1600}, 1, NOT_SUPPORTED),
+        ({("ddp", 4): 1800}, 1, NOT_SUPPORTED),  # faster on 4 devices, but its lead has shrunk
+        (LESS_SPEED, 5, NOT_SUPPORTED),  # more processor time without more images is waiting in a loop
+        ({("ddp", 4): 2000}, 2, NOT_SUPPORTED),
+        ({("ddp", 2): 1900, ("ddp", 4): 3600}, 2, SUPPORTED),
+    ],
+)
+def test_verdicts_of_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_ddp(
+    tmp_path: Path, speeds: dict[tuple[str, int], float], number: int, expected: str
+) -> None:
+    assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
+
+
+def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_devices(tmp_path: Path) -> None:
+    """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on more devices."""
+    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
+    for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):
+        sweep.repeat("ddp", 2, speeds, options={"bucket_cap_mb": bucket})
+    assert verdicts(sweep.write())[1] == SUPPORTED
+
+
+def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("single", 1, [1000, 1300, 800])
+    sweep.repeat("dp", 2, [1500, 1400, 1700])
+    sweep.repeat("ddp", 2, [1800, 1900, 1500])
+    claims = {claim["number"]: claim for claim in read(sweep.write())[2]["claims"]}
+    assert claims[1]["verdict"] == claims[2]["verdict"] == INCONCLUSIVE
+    assert re.search(r"[\d.]+ %; .* \d+ repeats", claims[1]["reason"])
+
+
+def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_models(tmp_path: Path) -> None:
+    def deep(depth: int) -> dict[str, Any]:
+        return {"model": {"name": "vit", "kwargs": {"depth": depth}}}
+
+    results = []
+    for many in (1100, 1990, 1800):
+        sweep = Sweep(tmp_path / f"s{many}")
+        for depth, speed in ((24, many), (2, 1800)):
+            sweep.repeat("single", 1, [1000, 1011, 993], config=deep(depth))
+            sweep.repeat("dp", 2, [speed, speed - 8, speed + 9], config=deep(depth))
+            sweep.repeat("ddp", 2, [1900, 1890, 1910], config=deep(depth))
+        results.append(verdicts(sweep.write())[6])
+    assert results == [SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE]
+
+
+def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shallow_model(tmp_path: Path) -> None:
+    """The RNN's depth is between the two transformers. Compared with the deeper transformer, the claim could not fail."""
+    results = []
+    for rnn in (1400, 1990):
+        sweep = Sweep(tmp_path / f"s{rnn}")
+        for kwargs, speed in (({"depth": 32}, 1200), ({"layers": [4, 4]}, rnn), ({"depth": 2}, 1800)):
+            config = {"model": {"name": "model", "kwargs": kwargs}}
+            sweep.repeat("single", 1, [1000, 1004, 997], config=config)
+            sweep.repeat("dp", 2, [speed, speed - 4, speed + 5], config=config)
+            sweep.repeat("ddp", 2, [1900, 1890, 1910], config=config)
+        claim = next(c for c in read(sweep.write())[2]["claims"] if c["number"] == 6)
+        assert str(claim).count("at depth 2") == 1 and "at depth 8" not in str(claim)
+        results.append(claim["verdict"])
+    assert results == [SUPPORTED, NOT_SUPPORTED]
+
+
+def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:
+    results = verdicts(full_sweep(tmp_path / "s", accelerator="cpu").write())
+    assert [n for n, verdict in results.items() if verdict == NOT_MEASURABLE] == [1, 3, 4, 5, 6, 7, 16]
+    # ddp on CPU runs in processes, so its speed is real.
+    assert results[2] == SUPPORTED
+
+
+def test_claim_on_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "s")
+    sweep.repeat("dp", 2, [1500, 1490, 1510])
+    sweep.repeat("ddp", 2, [1910, 1900, 1890], step=None)
+    assert verdicts(sweep.write())[16] == NOT_MEASURABLE

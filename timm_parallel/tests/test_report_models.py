@@ -1,0 +1,65 @@
+"""The report describes a model with changed arguments by its option file, its size and its image size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.report_sweeps import Sweep, read
+
+pytestmark = pytest.mark.usefixtures("without_plots")
+CHANGED = {"name": "vit_tiny_patch16_224", "kwargs": {"depth": 2}}
+CHOICES = (
+    "hydra:\n  runtime:\n    version: 1.3.8\n    choices:\n      data: digits\n      model: {}\n  verbose: false\n"
+)
+
+
+def titles(report: tuple[str, str, dict[str, Any]]) -> list[str]:
+    """Return the titles of the groups. Each title is a heading in the HTML and the Markdown page."""
+    html, markdown, values = report
+    results = [group["title"].partition(", strong scaling")[0] for group in values["groups"]]
+    assert all(title in html and title.replace("_", "\\_") in markdown for title in results)
+    return results
+
+
+def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes: Any) -> Path:
+    sweep = Sweep(folder)
+    run = sweep.add("single", 1, config={"model": model}, model=model["name"], **changes)
+    if option is not None:
+        (run / ".hydra").mkdir()
+        (run / ".hydra" / "hydra.yaml").write_text(CHOICES.format(option))
+    return sweep.write()
+
+
+@pytest.mark.parametrize(
+    ("option", "model", "parameters", "pixels", "title"),
+    [
+        ("tiny", CHANGED, 61114, 32, "tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)"),
+        # The default option, whose model another name has replaced, says nothing about this one.
+        ("resnet18", CHANGED, 5_717_416, 224, "vit_tiny_patch16_224 (5.7 M parameters, 224 px)"),
+        # A run of an older version: no image size, no record of its options.
+        (None, CHANGED, 999, None, "vit_tiny_patch16_224 (999 parameters)"),
+        ("resnet18", {"name": "resnet18", "kwargs": {}}, 11_000_000, 32, "resnet18"),
+        ("vit_tiny", {"name": "vit_tiny_patch16_224", "kwargs": {}}, 5_717_416, 224, "vit_tiny_patch16_224"),
+    ],
+)
+def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_model(
+    tmp_path: Path, option: str | None, model: dict[str, Any], parameters: int, pixels: int | None, title: str
+) -> None:
+    folder = sweep_of(tmp_path / "sweep", option, model, parameters=parameters, image_size=pixels)
+    report = read(folder)
+    assert titles(report) == [title]
+    assert report[2]["groups"][0]["model"] == model["name"]
+
+
+def test_report_title_of_a_finished_run_names_its_model_parameters_and_image_size(
+    tmp_path: Path, finished_run: Finished
+) -> None:
+    folder = Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
+    parameters = json.loads((folder / "result.json").read_text())["parameters"]
+    assert titles(read(folder)) == [f"tiny (vit_tiny_patch16_224, {parameters / 1000:.0f} k parameters, 32 px)"]

@@ -1,0 +1,670 @@
+"""A run resumed with different settings or data trains exactly as announced, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import train as entry
+from src.schema import Config, ResolvedConfig
+from src.train.loop import train_epoch
+from src.train.metrics import METRICS
+from src.train.run import Trainer
+from timm_parallel.config.compose import load_config
+from timm_parallel.config.validate import check_combination, check_values
+from timm_parallel.keys import leaves
+from timm_parallel.launch import job
+from timm_parallel.launch.job import prepare, record_end
+from timm_parallel.launch.resume import check_resumable
+from timm_parallel.machine import hardware
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
+
+STEPS_PER_EPOCH = 4
+SETTINGS = (
+    *("data=folder", "data.image_size=16", "data.workers=0", "data.batch_size=6", "data.limit_train=null"),
+    *(
+        "data.augment.scale=null",
+        "data.augment.hflip=0",
+        "model.kwargs={embed_dim:16,depth:2,num_heads:2,patch_size:8}",
+    ),
+    *("train.epochs=4", "train.log_every=1", "parallel=single", "parallel.accelerator=cpu", "optim.warmup_epochs=0.5"),
+    *("optim.lr=0.01", "optim.min_lr=1e-4", "checkpoint.keep=50", "print_config=false"),
+)
+
+
+def images(root: Path, classes: dict[str, int]) -> Path:
+    """Create an image folder from class -> number of training images, with one validation image per class."""
+    draw = np.random.default_rng(0)
+    for name, count in classes.items():
+        for split, number in (("train", count), ("val", 1)):
+            (root / split / name).mkdir(parents=True, exist_ok=True)
+            for index in range(number):
+                pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create 24 training images in 3 classes, which make 4 steps per epoch."""
+    return images(tmp_path_factory.mktemp("data") / "images", {"ant": 8, "bee": 8, "cat": 8})
+
+
+@cache
+def composed(root: Path, *overrides: str) -> ResolvedConfig:
+    return resolved(*SETTINGS, f"data.root={root}", *overrides)
+
+
+def config_of(root: Path, *overrides: str) -> ResolvedConfig:
+    return copy.deepcopy(composed(root, *overrides))
+
+
+def attempt(config: ResolvedConfig, folder: Path, resume: bool = True) -> Trainer:
+    """Build the trainer of a run; with `resume`, load the checkpoint in the folder."""
+    training = Trainer(config, folder, Ranks(), None)
+    if resume:
+        training.resume()
+    return training
+
+
+def step(training: Trainer, count: int = 1) -> None:
+    """Train `count` steps, across epochs, without evaluation."""
+    run, state = training.parts, training.state
+    until = state.progress.step + count
+    while state.progress.step < until:
+        first = state.progress.step_in_epoch * training.config.train.accumulate
+        batches = run.train.epoch(state.progress.epoch, first)
+        for _ in train_epoch(
+            state, batches, training.config, training.strategy, run.hooks, run.steps_per_epoch, run.mixing
+        ):
+            if state.progress.step == until:
+                break
+        if state.progress.step_in_epoch == run.steps_per_epoch:
+            state.progress.end_epoch(is_whole=True)
+
+
+Folders = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Return `(step, *overrides) -> folder`, which trains a run and stops it after the step."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def at(at_step: int, *overrides: str) -> Path:
+        if (at_step, *overrides) not in made:
+            folder = tmp_path_factory.mktemp("stopped")
+            config = config_of(data, *overrides)
+            prepare(config, folder)
+            training = attempt(config, folder, resume=False)
+            step(training, at_step)
+            training.save(is_best=False)
+            training.close()
+            record_end(config, folder, "interrupted", "stopped")
+            made[at_step, *overrides] = folder
+        return made[at_step, *overrides]
+
+    return at
+
+
+def contents_of(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) -> Trainer:
+    """Build a fresh run of `config`, and set the checkpoint's weights, optimizer state and progress directly."""
+    training = attempt(config, tmp_path, resume=False)
+    state, run = training.state, training.parts
+    state.model.load_state_dict(contents["model"])
+    if state.ema is not None:
+        state.ema.module.load_state_dict(contents["ema"] or contents["model"])
+    state.progress = Progress(**contents["progress"])
+    optimizer, saved = state.optimizer, contents["optimizer"]
+    if saved["kind"] == type(optimizer).__name__:
+        for name, parameter in state.model.named_parameters():
+            optimizer.state[parameter] = copy.deepcopy(saved["state"][name])
+        if "step" in saved["param_groups"][0]:
+            for group in optimizer.param_groups:
+                group["step"] = copy.deepcopy(saved["param_groups"][0]["step"])
+    if state.schedule is not None:
+        state.schedule.step_update(state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch)
+    if run.mixing is not None:
+        run.mixing.batch = state.progress.step * config.train.accumulate
+    return training
+
+
+def groups_of(training: Trainer) -> list[dict[str, Any]]:
+    """Return the hyper-parameters of each group, and the names of its parameters."""
+    names = {id(parameter): name for name, parameter in training.state.model.named_parameters()}
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": [names[id(p)] for p in group["params"]],
+        }
+        for group in training.state.optimizer.param_groups
+    ]
+
+
+def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> None:
+    """Check that the groups are equal now and after each step, and the weights after the steps."""
+    assert groups_of(training) == groups_of(expected)
+    for _ in range(steps):
+        step(training), step(expected)
+        assert groups_of(training) == groups_of(expected)
+    for name, tensor in expected.state.model.state_dict().items():
+        assert torch.equal(training.state.model.state_dict()[name], tensor), name
+
+
+# Settings of the optimizer -------------------------------------------------------------------------------------------
+
+OPTIM: dict[str, tuple[str, ...]] = {
+    "opt": ("optim.opt=lamb",),
+    "lr": ("optim.lr=0.002",),
+    "weight_decay": ("optim.weight_decay=5.0",),
+    "momentum": ("optim.momentum=0.5",),
+    "layer_decay": ("optim.layer_decay=0.5",),
+    "head_lr_scale": ("optim.head_lr_scale=5",),
+    "clip_grad": ("optim.clip_grad=0.01",),
+    "clip_mode": ("optim.clip_grad=0.01", "optim.clip_mode=agc"),
+    "kwargs": ("+optim.kwargs.betas=[0.5,0.6]", "+optim.kwargs.eps=1e-4"),
+    "lr_rule": ("optim.lr_rule=linear",),
+    "lr_base_batch": ("optim.lr_rule=sqrt", "optim.lr_base_batch=3"),
+    "sched": ("optim.sched=tanh",),
+    "sched_kwargs": ("+optim.sched_kwargs.cycle_limit=2",),
+    "warmup_epochs": ("optim.warmup_epochs=2",),
+    "warmup_lr": ("optim.warmup_epochs=3", "optim.warmup_lr=0.005"),
+    "warmup_prefix": ("optim.warmup_epochs=1", "optim.warmup_prefix=false"),
+    "min_lr": ("optim.min_lr=0.004",),
+    "cooldown_epochs": ("optim.cooldown_epochs=1",),
+    "decay_epochs": ("optim.sched=step", "optim.decay_epochs=1"),
+    "decay_milestones": ("optim.sched=multistep", "optim.decay_milestones=[1,2]"),
+    "decay_rate": ("optim.sched=step", "optim.decay_epochs=1", "optim.decay_rate=0.5"),
+}
+
+
+@pytest.mark.slow(seconds=11)
+def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
+    stopped: Folders, data: Path, tmp_path: Path
+) -> None:
+    names = {key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")}
+    assert names == set(OPTIM), "a key of OptimConfig has no row in the table"
+    unchanged: dict[tuple[str, ...], list[Any]] = {}  # weights after a step with the previous settings
+    for name, overrides in OPTIM.items():
+        base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
+        folder = stopped(5, *base)
+        config = config_of(data, *base, *overrides)
+        training = attempt(config, folder)
+        expected = reference(config, contents_of(folder), tmp_path)
+        assert_trains_as(training, expected, steps=1)
+        if base not in unchanged:
+            as_before = reference(config_of(data, *base), contents_of(folder), tmp_path)
+            step(as_before)
+            unchanged[base] = list(as_before.state.model.parameters())
+        same = all(map(torch.equal, training.state.model.parameters(), unchanged[base]))
+        has_no_effect_here = name in ("cooldown_epochs", "warmup_epochs") and same
+        assert not same or has_no_effect_here, f"{name}: the change has no effect"
+
+
+@pytest.mark.parametrize("opt", ["lamb", "adan"])
+def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
+    stopped: Folders, data: Path, tmp_path: Path, opt: str
+) -> None:
+    folder = stopped(5, f"optim.opt={opt}")
+    config = config_of(data, f"optim.opt={opt}", "optim.layer_decay=0.5", "optim.weight_decay=0.5")
+    training = attempt(config, folder)
+    assert {int(group["step"]) for group in training.state.optimizer.param_groups} == {5}
+    assert_trains_as(training, reference(config, contents_of(folder), tmp_path), steps=8)
+
+
+def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
+    stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, config = stopped(5), config_of(data, "optim=sgd")
+    with pytest.raises(ValueError, match=r"optim\.opt=momentum"):
+        check_resumable(config, folder)
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        training = attempt(config, folder)
+    assert any("AdamW -> SGD" in line for line in caplog.messages)
+    assert not training.state.optimizer.state
+    assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
+
+
+def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(stopped: Folders, data: Path) -> None:
+    with pytest.raises(ValueError, match="max_exp_avg_sq"):
+        attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        ("train.epochs=1", True),  # the checkpoint is in the second epoch of 4 steps
+        ("train.epochs=2", False),
+        ("train.max_steps=4", True),
+        ("train.max_steps=5", False),
+    ],
+)
+def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed(
+    stopped: Folders, data: Path, change: str, is_refused: bool
+) -> None:
+    config = config_of(data, change)
+    if is_refused:
+        with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
+            attempt(config, stopped(5))
+    else:
+        assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
+
+
+# The data ------------------------------------------------------------------------------------------------------------
+
+
+def changed_data(data: Path, to: Path, change: str) -> Path:
+    """Copy the data and apply a change to the copy."""
+    shutil.copytree(data, to)
+    train = to / "train"
+    if change == "remove":
+        for name in ("ant", "bee", "cat"):
+            for index in range(3):
+                (train / name / f"{index}.png").unlink()
+    elif change == "replace":
+        (train / "ant" / "0.png").rename(train / "ant" / "9.png")
+    elif change == "add":
+        shutil.copyfile(train / "bee" / "0.png", train / "bee" / "new.png")
+    elif change == "rename":
+        for split in ("train", "val"):
+            (to / split / "cat").rename(to / split / "aardvark")
+    else:
+        assert change == "move"
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "at_step", "outcome"),
+    [
+        ("remove", 5, "mid-epoch.*images: 24 -> 15.*steps_per_epoch: 4 -> 2"),
+        ("replace", 5, "mid-epoch.*listing"),
+        ("add", 5, "mid-epoch.*images: 24 -> 25"),
+        ("rename", 5, "in the checkpoint: cat; only in the data: aardvark"),
+        ("rename", 4, "in the checkpoint: cat; only in the data: aardvark"),
+        ("remove", 4, None),
+        ("replace", 4, None),
+        ("move", 5, None),
+    ],
+)
+def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
+    stopped: Folders,
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+    at_step: int,
+    outcome: str | None,
+) -> None:
+    config = config_of(changed_data(data, tmp_path / "other", change))
+    if outcome is not None:
+        with pytest.raises(ValueError, match=outcome):
+            attempt(config, stopped(at_step))
+        return
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        training = attempt(config, stopped(at_step))
+    announced = [line for line in caplog.messages if line.startswith("resume: training data")]
+    assert len(announced) == (change != "move")
+    assert_trains_as(training, reference(config, contents_of(stopped(at_step)), tmp_path))
+
+
+def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
+    stopped: Folders, data: Path, tmp_path: Path
+) -> None:
+    """With 2 steps per epoch, the 12 steps already trained exceed the 8 steps of the whole schedule."""
+    config = config_of(changed_data(data, tmp_path / "other", "remove"))
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(12), folder)
+    training = attempt(config, folder)
+    training.train()
+    training.close()
+    result = read_result(folder)
+    assert (result.status, result.steps, result.epochs) == ("done", 14, 4.0)
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
+    assert [line["step"] for line in lines] == [13, 14] and lines[0]["lr"] > lines[1]["lr"] > config.optim.min_lr
+
+
+def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped: Folders, data: Path) -> None:
+    training = attempt(config_of(data), stopped(5))
+    training.progress.step_in_epoch = 9
+    with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
+        training.train()
+    training.close()
+
+
+def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
+    stopped: Folders, data: Path
+) -> None:
+    for override in ("data.batch_size=12", "seed=7", "data.limit_train=18", "train.accumulate=2", "data.balance=1"):
+        with pytest.raises(ValueError, match="mid-epoch"):
+            attempt(config_of(data, override, "resume_strict=false"), stopped(5))
+    attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
+
+
+@pytest.mark.parametrize("balance", ["0", "0.5"])
+def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
+    stopped: Folders, data: Path, tmp_path: Path, balance: str
+) -> None:
+    config = config_of(data, f"data.balance={balance}")
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(5, f"data.balance={balance}"), folder)
+    contents = contents_of(folder)
+    del contents["trained_on"]["balance"]
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    torch.save(contents, folder / "checkpoints" / "last.pt")
+    assert_trains_as(attempt(config, folder), reference(config, contents, tmp_path))
+    with pytest.raises(ValueError, match="mid-epoch"):
+        attempt(config_of(data, "data.balance=1", "resume_strict=false"), folder)
+
+
+# checkpoint.metric ---------------------------------------------------------------------------------------------------
+
+
+def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
+    stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(4), folder)
+    first = attempt(config_of(data), folder)
+    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", METRICS)
+    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", METRICS)
+    first.save(is_best=False)
+    same = attempt(config_of(data), folder).progress
+    assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        other = attempt(config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder).progress
+    assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
+    assert sum("best.pt" in line for line in caplog.messages) == 1
+    assert [other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", METRICS) for loss in (1.4, 1.3, 1.5)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+# History -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_result_records_first_step_and_changed_keys_of_every_resume(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    steps = [(3, ()), (6, ("optim.weight_decay=0.5",)), (9, ("optim.lr=0.02", "optim.clip_grad=1.5"))]
+    started = []
+    folder.mkdir()
+    for last, overrides in steps:
+        config = config_of(data, f"train.max_steps={last}", *overrides)
+        prepare(config, folder)
+        ended = warm_ranks(config, folder)
+        assert not ended.exit_codes, (folder / "console.txt").read_text()
+        started.append(read_result(folder).started)
+    result = read_result(folder)
+    assert [segment["first_step"] for segment in result.segments] == [0, 3, 6]
+    changed = [segment["changed"] for segment in result.segments]
+    assert changed[0] == {}
+    assert changed[1] == {"train.max_steps": [3, 6], "optim.weight_decay": [0.05, 0.5]}
+    assert changed[2] == {
+        "train.max_steps": [6, 9],
+        "optim.weight_decay": [0.5, 0.05],
+        "optim.lr": [0.01, 0.02],
+        "optim.clip_grad": [None, 1.5],
+    }
+    assert len(set(started)) == 1 and result.started == result.segments[0]["started"]
+    assert all(segment["command"] and segment["devices"] == 1 for segment in result.segments)
+    log = (folder / "logs" / "rank_0.log").read_text()
+    for place in (log, (folder / "console.txt").read_text()):
+        assert place.count("resume: optim.weight_decay: 0.05 -> 0.5") == 1
+        assert place.count("resume: optim.lr: 0.01 -> 0.02") == 1
+        assert place.count("resume: optim.clip_grad: null -> 1.5") == 1
+    header = [line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")]
+    assert [line.split(":")[0] for line in header[1:]] == [f"# step {first}" for first in (0, 3, 6)]
+    assert load_config(folder).optim.lr == 0.02
+    record_end(load_config(folder), folder, "interrupted", "stopped")
+    assert read_result(folder).segments == json.loads(json.dumps(result.segments)), (
+        "the segments of an interrupted run differ"
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
+)
+def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
+) -> None:
+    """Run main of train.py, with ranks forked from a warm server."""
+    monkeypatch.setattr(job, "run_ranks", warm_ranks)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    root, folder = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(data, root)
+
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        return entry.main()
+
+    def records() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.suffix in (".yaml", ".pt", ".json")}
+
+    overrides = (*SETTINGS, "model=tiny", f"data.root={root}", "parallel.threads_per_device=1", *spread)
+    overrides = tuple({text.partition("=")[0]: text for text in overrides}.values())
+    assert main(*overrides, f"hydra.run.dir={folder}", "train.max_steps=4") == 0
+    before, more = records(), "train.max_steps=6"
+    assert main(f"resume={folder}", "optim=sgd", more) == 2
+    assert records() == before
+    (root / "train" / "cat").rename(root / "train" / "aardvark")
+    assert main(f"resume={folder}", more) == 2
+    (root / "train" / "aardvark").rename(root / "train" / "cat")
+    failures = [path for path in records() if path.name.startswith("failure_")]
+    assert {path: text for path, text in records().items() if path not in failures} == before
+    assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
+    assert len({group["lr_scale"] for group in contents_of(folder)["optimizer"]["param_groups"]}) == 4
+    assert read_result(folder).segments[-1]["changed"]["optim.layer_decay"] == [None, 0.5]
+    assert (
+        main(f"resume={folder}", "train.max_steps=8", "optim=sgd", "optim.layer_decay=null", "resume_strict=false") == 0
+    )
+    assert contents_of(folder)["optimizer"]["kind"] == "SGD"
+    assert "AdamW -> SGD" in (folder / "logs" / "rank_0.log").read_text()
+    assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
+
+
+# Any change ----------------------------------------------------------------------------------------------------------
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "seed": (7,),
+    "resume_strict": (True, False),
+    "model.ema.decay": (0.9,),
+    "model.ema.warmup": (False,),
+    "model.kwargs": ({"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 8, "drop_rate": 0.5}, {"depth": 1}),
+    "model.grad_checkpointing": (True,),
+    "model.channels_last": (True,),
+    "data.batch_size": (3, 12),
+    "data.image_size": (24,),
+    "data.limit_train": (18, 24),
+    "data.augment.scale": ([0.5, 1.0],),
+    "data.augment.hflip": (0.5,),
+    "data.augment.mixup": (0.2,),
+    "data.augment.aug_repeats": (2,),
+    "data.augment.aa": ("rand-m5-mstd0.5",),
+    "data.augment.crop_padding": (2,),
+    "data.mean": ([0.3, 0.4, 0.5],),
+    "data.std": ([0.2, 0.2, 0.3],),
+    "data.on_error": ("skip",),
+    "optim.opt": ("momentum", "lamb", "lion", "rmsprop"),
+    "optim.lr": (0.001, 0.1),
+    "optim.weight_decay": (0.0, 0.5),
+    "optim.momentum": (0.5, 0.0),
+    "optim.layer_decay": (0.5, 1.0),
+    "optim.head_lr_scale": (0.1, 5.0),
+    "model.freeze": ("backbone", 1, "blocks"),
+    "data.balance": (0.5, 1.0),
+    "train.class_weights": ("auto", [1.0, 2.0, 3.0]),
+    "optim.clip_grad": (0.1,),
+    "optim.kwargs": ({"eps": 1e-3}, {"betas": [0.5, 0.6]}, {"amsgrad": True}),
+    "optim.lr_rule": ("linear", "sqrt"),
+    "optim.lr_base_batch": (6, 64),
+    "optim.sched": ("constant", "tanh", "poly", "step", "multistep", "wsd", "rsqrt"),
+    "optim.sched_kwargs": ({"cycle_limit": 2},),
+    "optim.warmup_epochs": (0.0, 2.0),
+    "optim.warmup_lr": (0.005,),
+    "optim.warmup_prefix": (False,),
+    "optim.min_lr": (0.002,),
+    "optim.cooldown_epochs": (1.0,),
+    "optim.decay_epochs": (1.0,),
+    "optim.decay_milestones": ([1.0, 2.0],),
+    "optim.decay_rate": (0.5,),
+    "train.epochs": (3, 6),
+    "train.precision": ("bf16",),
+    "train.accumulate": (2,),
+    "train.loss": ("bce",),
+    "train.smoothing": (0.1,),
+    "train.log_every": (2,),
+    "train.early_stop": (2,),
+    "checkpoint.metric": ("val/loss", "val/acc_ema"),
+    "checkpoint.every_steps": (2,),
+}
+# Keys that the random resume test does not change: keys of model and data that a resume ignores or refuses; keys of
+# duration, evaluation and records; keys of devices (timm_parallel/tests/promises/test_resume.py).
+NOT_DRAWN = (
+    # No built-in loss takes any.
+    "train.loss_kwargs",
+    *("model.name", "model.pretrained", "model.weights", "model.num_classes", "model.in_chans", "model.compile"),
+    *(
+        "model.weights_strict",
+        "train.task",
+        "data.val_fraction",
+        "data.test_fraction",
+        "data.group_pattern",
+        "data.fold",
+    ),
+    *(
+        "tracker.",
+        "model.sync_bn",
+        "data.name",
+        "data.root",
+        "data.batch_size_per_device",
+        "data.eval_image_size",
+        "data.crop_pct",
+    ),
+    *("data.interpolation", "data.workers", "data.kwargs", "data.augment.ratio", "data.augment.interpolation"),
+    *("data.augment.color_jitter", "data.augment.reprob", "data.augment.remode", "data.augment.recount"),
+    *("data.augment.cutmix", "data.augment.mixup_", "data.augment.vflip", "data.augment.train_crop_mode"),
+    *(
+        "data.augment.grayscale_prob",
+        "data.augment.gaussian_blur_prob",
+        "optim.clip_mode",
+        "parallel.",
+        "train.max_steps",
+    ),
+    *(
+        "train.deterministic",
+        "train.evaluate_every",
+        "train.target_loss",
+        "train.bce_target_thresh",
+    ),
+    *("train.profile_steps", "checkpoint.every_minutes", "checkpoint.keep", "checkpoint.top", "cluster.", "sweep."),
+    *("search.", "paths."),
+    *("task_name", "tags", "resume", "optimized_metric", "print_config"),
+)
+
+
+def test_every_config_key_is_changed_by_the_random_resume_test_or_listed_as_excluded() -> None:
+    known = {key for key, _, _ in leaves(Config())}
+    assert set(VALUES) <= known
+    assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
+
+
+# Mostly keys that a resume may change, because a refused key ends the example early.
+OFTEN = sorted(key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt")
+CHANGES = st.dictionaries(st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4)
+DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"])
+
+
+@pytest.fixture(scope="module")
+def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the data and changed copies."""
+    base = tmp_path_factory.mktemp("changed")
+    return {"none": data} | {
+        change: changed_data(data, base / change, change) for change in ("remove", "replace", "add", "rename", "move")
+    }
+
+
+def check_any_change(
+    stopped: Folders, roots: dict[str, Path], scratch: Path, at_step: int, changes: dict[str, int], change: str
+) -> None:
+    """Check that a resumed run is refused, or trains as a fresh run with the announced config and the checkpoint's state."""
+    folder = stopped(at_step)
+    config = config_of(roots["none"])
+    config.data.root = str(roots[change])
+    for key, index in changes.items():
+        section, _, name = key.rpartition(".")
+        place: Any = config
+        for part in filter(None, section.split(".")):
+            place = getattr(place, part)
+        setattr(place, name, VALUES[key][index % len(VALUES[key])])
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(folder, scratch)
+    try:
+        check_values(config)
+        check_combination(config)
+        check_resumable(config, scratch)
+        training = attempt(config, scratch)
+    except ValueError:
+        event("refused")
+        return
+    event("trained")
+    expected = reference(config, contents_of(folder), scratch)
+    assert_trains_as(training, expected)
+    announced = training.parts.segments[-1]["changed"]
+    before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
+    ignored = ("resume", "print_config")
+    assert set(announced) == {key for key in now if before[key] != now[key] and not key.startswith(ignored)}
+
+
+def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
+    """Return a test that calls `check_any_change` with the given number of randomly drawn changes."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=derandomize, suppress_health_check=list(HealthCheck))
+    @given(at_step=st.sampled_from([4, 5]), changes=CHANGES, change=DATA)
+    def test(
+        stopped: Folders,
+        roots: dict[str, Path],
+        tmp_path_factory: pytest.TempPathFactory,
+        at_step: int,
+        changes: dict[str, int],
+        change: str,
+    ) -> None:
+        check_any_change(
+            stopped, roots, tmp_path_factory.getbasetemp() / f"changes_{examples}", at_step, changes, change
+        )
+
+    return test
+
+
+test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = check_many_changes(
+    12, derandomize=True
+)
+test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.nightly(
+    check_many_changes(300, derandomize=False)
+)

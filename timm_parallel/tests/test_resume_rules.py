@@ -1,0 +1,453 @@
+"""Rules of `resume`: choice of the run, settings, error messages. main of train.py runs up to the start of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train as entry
+from src.schema import Config
+from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.keys import leaves
+from timm_parallel.launch import job
+from timm_parallel.machine import hardware
+from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.record.result import Result, read_result, write_result
+from timm_parallel.testing.configs import conf
+
+OVERRIDES = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
+
+
+@dataclass
+class Main:
+    """Call main of train.py and return (exit code, stderr). Instead of running ranks, save a checkpoint and `status`."""
+
+    command: Callable[[tuple[str, ...]], tuple[int, str]]
+    status: str = "interrupted"
+    saves: bool = True
+    code: int = 0
+    ran: list[Path] = field(default_factory=list)
+    out: str = ""  # stdout of the last call
+
+    def __call__(self, *overrides: str) -> tuple[int, str]:
+        return self.command(overrides)
+
+    def run(self, config: Config, folder: Path) -> int:
+        self.ran.append(folder)
+        save_config(config, folder)
+        if self.saves:
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            (folder / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
+        write_result(folder, Result(status=self.status))
+        return self.code
+
+    def start(self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True) -> Path:
+        """Start a new run in outputs/train/<name> and return its folder."""
+        self.status, self.saves = status, saves
+        code, err = self(*OVERRIDES, f"hydra.run.dir=outputs/train/{name}", *overrides)
+        assert code == 0, err
+        return self.ran[-1].resolve()
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    monkeypatch.chdir(tmp_path)
+    for name in NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+
+    def command(overrides: tuple[str, ...]) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+        capsys.readouterr()
+        code = entry.main()
+        runner.out, err = capsys.readouterr()
+        return code, err
+
+    runner = Main(command)
+    monkeypatch.setattr(job, "run_job", runner.run)
+    return runner
+
+
+def value_of(config: Config, key: str) -> Any:
+    return {name: value for name, value, _ in leaves(config)}[key]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -> None:
+    folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
+    before = load_config(folder)
+    code, err = main(f"resume={folder}")
+    assert (code, err) == (0, ""), "no setting changed, so no change may be printed"
+    assert main.ran == [main.ran[0], folder]
+    after = load_config(folder)
+    assert after.resume == str(folder)
+    after.resume = before.resume
+    assert after == before
+
+
+def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
+    """The last value wins, as for any key given twice. The folder in the first `resume` is not used."""
+    folder = main.start("day/1", "optim.lr=0.25")
+    code, err = main(f"resume={folder}", *OVERRIDES, "resume=null", "hydra.run.dir=outputs/train/day/2")
+    assert (code, err) == (0, "")
+    assert main.ran[-1].resolve() != folder and load_config(main.ran[-1]).optim.lr == Config().optim.lr
+
+
+def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
+    """Ranks reject the change after the new config was written. The next resume must not read this config."""
+    folder = main.start("day/1")
+    before = contents(folder)
+    main.code, main.status = 2, "failed"
+    assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
+    assert contents(folder) == before
+    (folder / "result.json").unlink()
+    assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
+    assert not (folder / "result.json").exists(), "a killed run has no result.json"
+
+
+ANOTHER_TRAINING = [
+    ("model=resnet18", "model.name"),
+    ("model.ema.decay=0.9", "model.ema.decay"),
+    ("+model.kwargs.drop_rate=0.1", "model.kwargs"),
+    ("data=synthetic", "data.name"),
+    ("data.batch_size=64", "data.batch_size"),
+    ("data.limit_train=100", "data.limit_train"),
+    ("data.augment.hflip=0.5", "data.augment.hflip"),
+    ("seed=7", "seed"),
+]
+
+
+def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Main) -> None:
+    folder = main.start("day/1")
+    before = contents(folder)
+    for override, key in ANOTHER_TRAINING:
+        code, err = main(f"resume={folder}", override)
+        assert code == 2, override
+        assert len(err.splitlines()) == 1
+        assert err.startswith(f"train.py: {key}=") and "was " in err and "None" not in err
+        assert "resume_strict=false" in err
+        assert contents(folder) == before, f"a refused command changes nothing: {override}"
+    assert len(main.ran) == 1
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
+def test_resume_strict_false_allows_keys_that_change_the_training(main: Main, override: str, key: str) -> None:
+    folder = main.start("day/1")
+    before = value_of(load_config(folder), key)
+    code, err = main(f"resume={folder}", override, "resume_strict=false")
+    assert code == 0, err
+    assert main.ran[-1] == folder
+    now = value_of(load_config(folder), key)
+    assert now != before
+    code, err = main(f"resume={folder}")
+    assert code == 0, err
+    assert value_of(load_config(folder), key) == now, "a later resume must keep the change"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (("data.workers=2",), "data.workers", 2),
+        (("model.compile=true",), "model.compile", True),
+        (("parallel=ddp", "parallel.devices=2"), "parallel.strategy", "ddp"),
+        (("parallel=dp", "parallel.devices=4"), "parallel.devices", 4),
+        (("train.epochs=40",), "train.epochs", 40),
+        (("optim.lr=0.5",), "optim.lr", 0.5),
+    ],
+)
+def test_resume_accepts_keys_that_do_not_change_the_training(
+    main: Main, overrides: tuple[str, ...], key: str, value: Any
+) -> None:
+    folder = main.start("day/1")
+    before = load_config(folder)
+    code, err = main(f"resume={folder}", *overrides)
+    assert (code, main.ran[-1]) == (0, folder), err
+    assert value_of(load_config(folder), key) == value != value_of(before, key)
+
+
+def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(main: Main, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / "here" / split / name).mkdir(parents=True)
+            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "here" / split / name / "1.png")
+    folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
+    (tmp_path / "here").rename(tmp_path / "there")
+    code, err = main(f"resume={folder}")
+    assert code == 2 and "data.root=here" in err
+    code, err = main(f"resume={folder}", "data.root=there")
+    assert code == 0, err
+    assert load_config(folder).data.root == "there"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(main: Main, devices: int) -> None:
+    per_device = ("data.batch_size=null", "data.batch_size_per_device=16", "parallel=ddp", "parallel.devices=2")
+    folder = main.start("day/1", *per_device)
+    code, err = main(f"resume={folder}", f"parallel.devices={devices}")
+    assert code == 2, err
+    assert err.startswith(f"train.py: parallel.devices={devices}: ") and "resume_strict=false" in err
+    assert "data.batch_size_per_device" in err and f"global batch {devices * 16} (was 32)" in err
+    half = f"data.batch_size_per_device={32 // devices}"
+    code, err = main(f"resume={folder}", f"parallel.devices={devices}", half)
+    assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
+
+
+def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
+    main.start("2026-01-01/09-00-00")
+    newest = main.start("2026-01-02/08-00-00", status="failed")
+    main.start("2026-01-02/09-00-00", status="done")
+    main.start("2026-01-03/09-00-00", "seed=7")
+    main.start("2026-01-03/10-00-00", saves=False)
+    main.start("2026-01-03/11-00-00", "task_name=other", "hydra.run.dir=outputs/other/2026-01-03/11-00-00")
+    code, err = main(*OVERRIDES, "resume=auto")
+    assert code == 0, err
+    assert main.ran[-1].resolve() == newest
+
+
+def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
+    """Two requeued jobs with the same task_name must not swap folders."""
+    slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
+    fast = main.start("2026-01-02/09-00-00", "optim.lr=0.2")
+    for override, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
+        assert main(*OVERRIDES, "resume=auto", override)[0] == 0
+        assert main.ran[-1].resolve() == folder
+    code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
+    assert code == 2 and len(main.ran) == 4
+    assert f"resume={fast.relative_to(Path.cwd())}" in err and "optim.lr=0.2" in err and "0.3" in err
+    code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
+    assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
+    assert "optim.lr=0.2" in err and "starting a new run" in err
+
+
+def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(main: Main) -> None:
+    main.start("2026-01-01/09-00-00")
+    newest = main.start("2026-01-02/09-00-00", "optim.lr=0.25", "data=synthetic")
+    main.start("2026-01-03/09-00-00", "optim.lr=0.5", status="done")
+    before, main.status = load_config(newest), "interrupted"
+    for overrides in (("resume=auto",), ("print_config=false", "cluster=local", "resume=auto_or_new")):
+        code, err = main(*overrides)
+        assert (code, err) == (0, "")
+        assert main.ran[-1].resolve() == newest
+        after = load_config(newest)
+        assert after.resume is not None
+        after.resume = before.resume
+        assert after == before
+
+
+def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(main: Main) -> None:
+    digits = main.start("2026-01-01/09-00-00")
+    flowers = main.start("x", "task_name=flowers", "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00")
+    main.start("x", "task_name=done", "hydra.run.dir=outputs/done/2026-01-03/09-00-00", status="done")
+    # A job of a sweep is continued by its sweep.
+    job_of_sweep = main.start("x", "hydra.run.dir=outputs/my/sweep/0")
+    (job_of_sweep.parent / "jobs.json").write_text("{}")
+    main.status = "interrupted"
+    for overrides, expected in (
+        (("resume=auto",), flowers),
+        (("resume=auto", "print_config=false", "task_name=train"), digits),
+        (("resume=auto_or_new",), digits),
+        ((*OVERRIDES, "resume=auto"), digits),
+    ):
+        code, err = main(*overrides)
+        assert (code, err) == (0, "")
+        assert main.ran[-1].resolve() == expected, overrides
+        assert f"{expected.relative_to(Path.cwd())}\n" in main.out
+    assert load_config(flowers).task_name == "flowers"
+
+
+def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
+    main.start("2026-01-02/09-00-00", status="done")
+    assert main("resume=auto")[0] == 2
+    other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
+    code, err = main("resume=auto", "task_name=train")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"resume={other.relative_to(Path.cwd())}" in err and "task_name=k" in err and "auto_or_new" in err
+    assert main("resume=auto", "task_name=k")[0] == 0
+    assert main.ran[-1].resolve() == other
+    code, err = main("resume=auto_or_new", "hydra.run.dir=outputs/train/new")
+    assert code == 0 and "starting a new run" in err
+    assert load_config(Path("outputs/train/new")).model.name == Config().model.name
+
+
+@pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
+def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(main: Main, group: str) -> None:
+    main.start("2026-01-01/09-00-00")
+    code, err = main("resume=auto", group, "task_name=train", "parallel.accelerator=cpu")
+    assert code == 2 and "with exactly this config" in err
+
+
+def test_resume_applies_a_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
+    folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
+    code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
+    assert code == 0, err
+    optim = load_config(folder).optim
+    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
+        "expected values from the group's file and from the command line"
+    )
+    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, "expected the value from the saved config"
+
+
+def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
+    folder = main.start("day/1", f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}", "model=mine")
+    (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
+    assert main(f"resume={folder}") == (0, "")
+    assert load_config(folder).model.name == "test_vit"
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))])
+def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
+    main: Main, strategy: str, options: tuple[str, ...]
+) -> None:
+    folder = main.start("day/1", f"parallel={strategy}", "parallel.devices=2", *options)
+    code, err = main(f"resume={folder}", "parallel=single")
+    assert code == 0, err
+    assert load_config(folder).parallel.devices == 1
+    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, "an explicit value is not dropped"
+
+
+def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
+    folder = main.start("2026-01-01/09-00-00")
+    (folder / "result.json").unlink()
+    assert main(*OVERRIDES, "resume=auto")[0] == 0
+    assert main.ran[-1].resolve() == folder
+
+
+def test_resume_auto_skips_a_locked_run(main: Main) -> None:
+    older = main.start("2026-01-01/09-00-00")
+    with lock_folder(main.start("2026-01-02/09-00-00")):
+        assert main(*OVERRIDES, "resume=auto")[0] == 0
+    assert main.ran[-1].resolve() == older
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("text", [None, "", "modle: {}", "train: [1"])
+def test_resume_auto_skips_a_run_with_an_unreadable_config(main: Main, text: str | None) -> None:
+    older = main.start("2026-01-01/09-00-00")
+    config = main.start("2026-01-02/09-00-00") / "config.yaml"
+    config.unlink() if text is None else config.write_text(text)
+    code, err = main(*OVERRIDES, "resume=auto")
+    assert code == 0, err
+    assert main.ran[-1].resolve() == older
+    assert "2026-01-02/09-00-00" in err or text == "", "an empty config only differs in its settings"
+
+
+def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) -> None:
+    done = main.start("2026-01-01/09-00-00", status="done")
+    before = contents(done)
+    code, err = main(*OVERRIDES, "resume=auto_or_new")
+    assert code == 0
+    assert len(err.splitlines()) == 1 and "starting a new run" in err
+    assert main.ran[-1].resolve() != done and contents(done) == before
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("settings", "steps", "epochs", "overrides", "reached"),
+    [
+        (("train.max_steps=7",), 7, 0.5, (), "train.max_steps=7"),
+        (("train.max_steps=7",), 7, 0.5, ("train.epochs=20",), "train.max_steps=7"),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=6",), "train.max_steps=6"),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=8",), None),
+        (("train.max_steps=7",), 7, 0.5, ("train.max_steps=null",), None),
+        (("train.epochs=3",), 30, 3, (), "train.epochs=3"),
+        (("train.epochs=3",), 30, 3, ("train.max_steps=90",), "train.epochs=3"),
+        (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.max_steps=30"), "train.max_steps=30"),
+        (("train.epochs=3", "train.early_stop=2"), 30, 3, ("train.epochs=4",), None),
+        (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.early_stop=2"), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, (), "train.early_stop=1"),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.epochs=20",), "train.early_stop=1"),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=2",), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=null",), None),
+        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("checkpoint.metric=val/loss",), None),
+    ],
+)
+def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
+    main: Main, settings: tuple[str, ...], steps: int, epochs: float, overrides: tuple[str, ...], reached: str | None
+) -> None:
+    folder = main.start("day/1", *settings, status="done")
+    write_result(folder, Result(status="done", steps=steps, epochs=epochs))
+    code, err = main(f"resume={folder}", *overrides)
+    if reached is None:
+        assert (code, len(main.ran)) == (0, 2), err
+    else:
+        assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
+def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: str) -> None:
+    """Saving could not replace the folder, so the run would fail after its first epoch."""
+    folder = main.start("day/1")
+    (folder / "checkpoints" / name).unlink(missing_ok=True)
+    (folder / "checkpoints" / name).mkdir()
+    code, err = main(f"resume={folder}")
+    assert (code, len(err.splitlines()), len(main.ran)) == (2, 1, 1)
+    assert name in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_run_that_a_signal_stops_before_its_first_rank_is_recorded_as_interrupted(
+    main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))
+    code, err = main(*OVERRIDES, "hydra.run.dir=outputs/train/1")
+    assert (code, len(err.splitlines())) == (128 + number, 1)
+    result = read_result(Path("outputs/train/1"))
+    assert result.status == "interrupted" and number.name in result.reason
+
+
+def test_ended_run_keeps_its_result_when_a_signal_stops_its_resume_before_the_first_rank(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = main.start("day/1", status="done")
+    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(f"resume={folder}")[0] == 143
+    assert read_result(folder).status == "done"
+
+
+def test_resume_is_refused_when_the_run_has_no_checkpoint(main: Main) -> None:
+    folder = main.start("day/1", saves=False)
+    code, err = main(f"resume={folder}")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"resume={folder}: has no checkpoint" in err and "without resume" in err
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "a_file", "half_written", "not_yaml"])
+def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a_file").write_text("text")
+    for broken, text in (("half_written", ""), ("not_yaml", "- [1")):
+        (tmp_path / broken / ".hydra").mkdir(parents=True)
+        (tmp_path / broken / ".hydra" / "overrides.yaml").write_text(text)
+        (tmp_path / broken / ".hydra" / "hydra.yaml").write_text(text)
+    before = contents(tmp_path)
+    code, err = main(f"resume={name}")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
+    assert main.ran == [] and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["outputs", "outputs/train", "outputs/train/2026-01-02"])
+def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(main: Main, name: str) -> None:
+    newest = main.start("2026-01-02/09-00-00")
+    main.start("2026-01-02/10-00-00", saves=False)
+    older = main.start("2026-01-01/09-00-00")
+    os.utime(older / "checkpoints" / "last.pt", (0, 0))
+    code, err = main(f"resume={name}")
+    assert code == 2
+    assert f"resume={newest.relative_to(Path.cwd())}," in err and err.startswith(f"train.py: resume={name}: ")

@@ -1,0 +1,306 @@
+"""Samplers: same set of samples for any number of ranks, no sample evaluated twice, augmentation seeded by sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from src.data.datasets import Synthetic
+from src.data.erasing import Erasing
+from src.data.transforms import train_transform
+from src.schema import AugmentConfig, DataConfig
+from timm_parallel.data.loader import BatchFetcher, TrainLoader
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
+from timm_parallel.data.seeds import seed_for
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.configs import plain
+from timm_parallel.testing.ranks import in_ranks
+
+pytestmark = pytest.mark.portable
+
+# torch's, Python's and numpy's generators all draw.
+EVERYTHING = AugmentConfig(scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5)
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """Draw (num_samples, global batch, world size, seed, epoch) of a valid training."""
+    world = draw(st.integers(1, 9))
+    batch = world * draw(st.integers(1, 6))
+    return draw(st.integers(batch, 6 * batch)), batch, world, draw(st.integers(0, 2**40)), draw(st.integers(0, 500))
+
+
+def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) -> list[TrainSampler]:
+    made = [TrainSampler(num_samples, batch, rank, world, seed) for rank in range(world)]
+    for sampler in made:
+        sampler.start_at(epoch)
+    return made
+
+
+@given(epochs())
+def test_train_sampler_shard_matches_torch_distributed_sampler(drawn: tuple[int, int, int, int, int]) -> None:
+    """DistributedSampler adds seed and epoch, so adjacent seeds would share orders. It gets our mixed seed instead."""
+    num_samples, batch, world, seed, epoch = drawn
+    full = num_samples // batch * batch  # for full batches
+    for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
+        mixed = seed_for(seed, epoch)
+        theirs = DistributedSampler(range(full), world, rank, shuffle=True, seed=mixed, drop_last=True)  # type: ignore[arg-type]
+        assert shard.shard().tolist() == list(theirs)
+
+
+@given(epochs())
+def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    alone = [index_batch.indices.tolist() for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]]
+    each = [list(sampler) for sampler in samplers(num_samples, batch, world, seed, epoch)]
+    assert {len(batches) for batches in each} == {num_samples // batch} == {len(alone)}
+    for step, expected in enumerate(alone):
+        parts = [batches[step] for batches in each]
+        assert {len(part.indices) for part in parts} == {batch // world}
+        assert {part.epoch for part in parts} == {epoch}
+        assert sorted(index for part in parts for index in part.indices.tolist()) == sorted(expected)
+
+
+@given(epochs())
+def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    made = samplers(num_samples, batch, world, seed, epoch)
+    seen = [index for sampler in made for index in sampler.shard().tolist()]
+    assert len(seen) == len(set(seen)) == num_samples - made[0].dropped
+    assert set(seen) <= set(range(num_samples))
+    assert {shard.dropped for shard in made} == {num_samples % batch}
+    assert {shard.batches_per_epoch for shard in made} == {num_samples // batch}
+
+
+def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
+    """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch 0 with seed s + 1."""
+    for copies in (1, 3):
+        orders = set()
+        for seed in (0, 1, 2, 42):
+            sampler = TrainSampler(50, 10, 0, 1, seed, copies)
+            for epoch in range(5):
+                sampler.start_at(epoch)
+                orders.add(tuple(sampler.shard().tolist()))
+        assert len(orders) == 20
+
+
+def test_train_sampler_refuses_a_global_batch_larger_than_the_training_split() -> None:
+    with pytest.raises(ValueError, match=r"data.batch_size=16: .*\(10 images\)"):
+        TrainSampler(10, 16, 0, 1, 0)
+
+
+@given(epochs(), st.data())
+def test_train_sampler_yields_the_remaining_batches_when_started_mid_epoch(
+    drawn: tuple[int, int, int, int, int], data: Any
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    first = data.draw(st.integers(0, num_samples // batch))
+    sampler = TrainSampler(num_samples, batch, data.draw(st.integers(0, world - 1)), world, seed)
+    sampler.start_at(epoch)
+    whole = [index_batch.indices.tolist() for index_batch in sampler]
+    sampler.start_at(epoch, first)
+    rest = [index_batch.indices.tolist() for index_batch in sampler]
+    assert rest == whole[first:]
+    assert len(sampler) == len(rest)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 8))
+def test_eval_samplers_of_all_ranks_together_read_every_sample_once(num_samples: int, world: int, batch: int) -> None:
+    each = [EvalSampler(num_samples, batch, rank, world) for rank in range(world)]
+    read = [[index_batch.indices.tolist() for index_batch in sampler] for sampler in each]
+    assert sorted(index for batches in read for indices in batches for index in indices) == list(range(num_samples))
+    assert [len(batches) for batches in read] == [len(sampler) for sampler in each]
+    assert all(0 < len(indices) <= max(1, batch // world) for batches in read for indices in batches)
+    sizes = [sum(map(len, batches)) for batches in read]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_eval_sampler_refuses_empty_split() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        EvalSampler(0, 8, 0, 1)
+
+
+def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> dict[int, Tensor]:
+    """Return the augmented images of one epoch by index, collected from all ranks."""
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    images_of: dict[int, Tensor] = {}
+    for rank in range(world):
+        transform, erasing = train_transform(EVERYTHING, 16, resize=False), Erasing(EVERYTHING)
+        fetcher = BatchFetcher(split, 10, transform, seed, on_normalized=erasing)
+        sampler = TrainSampler(len(split), 6, rank, world, seed)
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        loader = TrainLoader(fetcher, sampler, prefetcher, num_workers)
+        for indices, (images, labels) in zip(_indices(sampler, epoch), loader.epoch(epoch), strict=True):
+            assert torch.equal(labels, split.labels[indices])
+            images_of.update(zip(indices, images, strict=True))
+    return images_of
+
+
+def _indices(sampler: TrainSampler, epoch: int) -> list[list[int]]:
+    sampler.start_at(epoch)
+    return [index_batch.indices.tolist() for index_batch in sampler]
+
+
+def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
+    return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_augmented_images_are_equal_with_0_1_and_2_loader_workers() -> None:
+    alone = _digests(Ranks(), None, 1, 3, 0)
+    assert len(alone) == 12
+    for num_workers in (1, 2):
+        assert in_ranks(_digests, 1, 1, 3, num_workers) == [alone]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_augmented_images_are_equal_on_1_2_and_3_ranks(world: int) -> None:
+    assert _digests(Ranks(), None, world, 3, 0) == _digests(Ranks(), None, 1, 3, 0)
+
+
+def test_augmented_images_differ_between_epochs_and_seeds() -> None:
+    first = _digests(Ranks(), None, 1, 0, 0)
+    assert _digests(Ranks(), None, 1, 0, 0) == first
+    for other in (_digests(Ranks(), None, 1, 1, 0), _digests(Ranks(), None, 1, 0, 0, 8)):
+        assert sum(other[index] == image for index, image in first.items()) <= 1
+
+
+def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> None:
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    fetcher = BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7)
+    first = fetcher.read(IndexBatch(0, np.array([5])))[0][0]
+    fetcher.read(IndexBatch(0, np.arange(4)))
+    torch.rand(100)
+    assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0][1], first)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])])
+def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(num_workers: int) -> None:
+    """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets different boxes."""
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    erased: list[dict[int, Tensor]] = []
+    for world, epoch in ((1, 0), (3, 0), (1, 1)):
+        images: dict[int, Tensor] = {}
+        for rank in range(world):
+            erasing = Erasing(AugmentConfig(reprob=1.0))
+            fetcher = BatchFetcher(split, 10, None, 7, substitutes=12, on_normalized=erasing)
+            sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
+            prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+            batches = TrainLoader(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
+            for indices, (batch, _) in zip(_indices(sampler, epoch), batches, strict=True):
+                images.update(zip(indices, batch, strict=True))
+        erased.append(images)
+    first, spread, later = erased
+    assert len(first) == 12 and first.keys() == spread.keys()
+    assert all(torch.equal(spread[index], image) for index, image in first.items())
+    assert all(not torch.equal(first[index], first[index + 12]) for index in first if index < 12)
+    assert any(index in later and not torch.equal(later[index], image) for index, image in first.items())
+
+
+def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
+    """Augmentation seeds the global random generator for every image. Dropout uses the same generator."""
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    before = torch.get_rng_state()
+    BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(IndexBatch(0, np.arange(4)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
+
+    with pytest.raises(ValueError, match=rf"labels from .*{label}.*, but 2 classes"):
+        BatchFetcher(Split(), 2, None, 0).read(IndexBatch(0, np.arange(3)))
+
+
+@given(
+    num_images=st.integers(6, 60),
+    copies=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
+    num_images: int, copies: int, world_size: int, batch: int, seed: int
+) -> None:
+    """An epoch has the same number of samples from fewer images. Each copy of an image has a separate index."""
+    global_batch = batch * world_size * copies
+    if num_images < global_batch:
+        return
+    shards = [TrainSampler(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
+    own = [shard.shard().split(global_batch // world_size) for shard in shards]
+    assert all(len(batches) == num_images // global_batch for batches in own)
+    for step in zip(*own, strict=True):
+        indices = torch.cat(step).tolist()
+        assert len(set(indices)) == global_batch
+        images = [index % num_images for index in indices]
+        assert all(images.count(image) == copies for image in images)
+        # As in timm's RepeatAugSampler, the copies are spread over as many ranks as there are.
+        ranks = [{index % num_images for index in part.tolist()} for part in step]
+        assert all(sum(image in rank for rank in ranks) == min(copies, world_size) for image in images)
+    assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
+
+
+LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+
+
+def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
+    weights = class_balance(LONG_TAIL, balance)
+    return TrainSampler(len(LONG_TAIL), 100, rank, world_size, seed=3, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
+)
+def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
+    balance: float, shares: tuple[float, ...]
+) -> None:
+    drawn: Counter[int] = Counter()
+    one = sampler(0, 1, balance)
+    for epoch in range(20):
+        one.start_at(epoch)
+        drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
+    for label, share in enumerate(shares):
+        # Five standard deviations.
+        assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: int) -> None:
+    whole = sampler(0, 1, 1.0)
+    whole.start_at(5)
+    drawn = whole.shard().tolist()
+    assert len(set(drawn)) == len(drawn) == 1000, (
+        "expected distinct numbers, because two draws of an image need different augmentations"
+    )
+    shards: list[Tensor] = []
+    for rank in range(world_size):
+        own = sampler(rank, world_size, 1.0)
+        own.start_at(5)
+        shards.append(own.shard())
+    assert torch.stack(shards, 1).flatten().tolist() == drawn
+
+
+def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
+    with pytest.raises(ValueError, match=r"data\.balance=1"):
+        class_balance(None, 1)

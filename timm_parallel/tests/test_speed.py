@@ -1,0 +1,280 @@
+"""Cost of the training loop, measured by counting device reads, calls per step and page faults."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import PrefixStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.tensorboard import SummaryWriter
+
+from src.parallel import build_strategy
+from src.parallel.distributed import has_only_batch_norm_buffers
+from src.train.build import RunParts
+from src.train.loop import train_epoch
+from src.train.run import Trainer
+from src.train.step import TrainStep, set_matmul_precision
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.console import Console
+from timm_parallel.record.result import MetricsLog
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.testing.configs import evaluate_batches, resolved
+from timm_parallel.testing.ranks import in_ranks
+
+# Every option of a step that does not read values by its nature.
+BUSY = (
+    "model.ema.decay=0.99",
+    "optim.clip_grad=1.0",
+    "train.accumulate=2",
+    "data.augment.cutmix=1.0",
+    "train.smoothing=0.1",
+)
+
+# Every option with random numbers for each image.
+DRAWN = (
+    "data.augment.crop_padding=4",
+    "data.augment.hflip=0.5",
+    "data.augment.reprob=0.5",
+    "data.augment.recount=2",
+    "data.augment.mixup=0.8",
+    "data.augment.cutmix=1.0",
+    "data.augment.mixup_mode=elem",
+    "optim.clip_grad=0.01",
+    "optim.clip_mode=agc",
+)
+
+
+class ValueReads(TorchDispatchMode):
+    """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.count += name in (
+            "aten::_local_scalar_dense",
+            "aten::is_nonzero",
+            "aten::nonzero",
+            "aten::equal",
+            "aten::bincount",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def count_reads(steps: int, *overrides: str) -> int:
+    """Count the tensor values read by the CPU in `steps` steps, of which one is a sync step."""
+    config = resolved(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "data.batch_size=8",
+        "data.limit_train=640",
+        "train.log_every=100",
+        *overrides,
+    )
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    run = RunParts(config, strategy)
+    with ValueReads() as reads:
+        for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, steps, run.mixing):
+            pass
+    return reads.count
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), BUSY, DRAWN, ("train.precision=bf16",)], ids=["plain", "busy", "drawn", "bf16"]
+)
+def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(overrides: tuple[str, ...]) -> None:
+    few, many = count_reads(5, *overrides), count_reads(25, *overrides)
+    assert 1 <= few <= 10, "the sync step fetches its losses"
+    assert many == few
+
+
+def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
+    """torch.bincount and indexing with a mask, for example, would read values earlier."""
+    strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+
+    def reads_of(batches: int) -> int:
+        images, labels = torch.zeros(batches, 4, 3, 2, 2), torch.zeros(batches, 4, dtype=torch.int64)
+        with ValueReads() as reads:
+            evaluate_batches(model, zip(images, labels, strict=True), strategy, 4 * batches, 10)
+        return reads.count
+
+    assert reads_of(2) == reads_of(20)
+
+
+def test_train_precision_sets_matmul_precision_of_torch() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, expected in (("tf32", "high"), ("fp32", "highest")):
+            set_matmul_precision(precision)
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls that log, write or draw in a run with one sync step."""
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls[f"{owner.__name__}.{name}"] += 1
+            return before(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(logging.Logger, "handle")
+    for owner in (SummaryWriter, MetricsLog, Console):
+        for name, member in vars(owner).items():
+            if isinstance(member, FunctionType) and not name.startswith("_"):
+                counted(owner, name)
+    with monkeypatch.context():
+        config = resolved(
+            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",
+            f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
+        )  # fmt: skip
+        training = Trainer(config, folder, Ranks(), None)
+        training.train()
+        training.close()
+    monkeypatch.undo()
+    return calls
+
+
+def test_training_steps_between_log_steps_write_no_logs_or_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few").mkdir()
+    (tmp_path / "many").mkdir()
+    few, many = count_writes(5, tmp_path / "few", monkeypatch), count_writes(45, tmp_path / "many", monkeypatch)
+    assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
+    for name, count in many.items():
+        assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
+
+
+def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
+    """Return (True if DDP sends buffers in every step, sums of the weights and buffers after five steps)."""
+    config = resolved(
+        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",
+        f"parallel.broadcast_buffers={broadcast}",
+    )  # fmt: skip
+    strategy = build_strategy(config.parallel, ranks, store)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(ranks.rank)
+    for _ in range(5):
+        wrapped(torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,)))[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.buffers.share(model)
+    sends = bool(wrapped.broadcast_buffers if hasattr(wrapped, "broadcast_buffers") else wrapped.forward_sync_buffers)
+    bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
+    strategy.close()
+    return sends, bits
+
+
+def test_ddp_results_are_bit_identical_with_and_without_sending_batchnorm_buffers() -> None:
+    (default, sending), (default_of_rank_1, _) = in_ranks(both_ways, 2)
+    assert (default[0], sending[0]) == (False, True)
+    assert default[1] == default_of_rank_1[1] == sending[1]
+
+
+def both_ways(ranks: Ranks, store: Any) -> list[tuple[bool, list[float]]]:
+    return [buffers_and_bits(ranks, PrefixStore(value, store), value) for value in ("null", "true")]
+
+
+def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer() -> None:
+    assert has_only_batch_norm_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    other = nn.Linear(2, 2)
+    other.register_buffer("queue", torch.zeros(3))
+    assert not has_only_batch_norm_buffers(nn.Sequential(nn.BatchNorm1d(2), other))
+
+
+FAULTS = """
+import resource, timm, torch
+from timm_parallel.machine.process import keep_freed_memory
+torch.set_num_threads(1)
+keep_freed_memory()
+model = timm.create_model("resnet18", num_classes=10)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def step():
+    model(torch.randn(16, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(30):  # about ten of them need no new pages by chance
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+@pytest.mark.processes
+def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
+    """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    assert int(done.stdout) < 600
+
+
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*BUSY, "train.precision=bf16"),
+        (*DRAWN, "train.precision=fp16"),
+        ("data.augment.reprob=0.5", "data.augment.remode=const", "optim.clip_grad=1.0", "optim.clip_mode=value"),
+        ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
+    ],
+    ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
+)
+def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
+    options: tuple[str, ...], accelerator: str
+) -> None:
+    """On a CPU a step cannot synchronize, so the test only checks that the steps run."""
+    on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
+    config = resolved(*on, *options, "data=synthetic")
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    run = RunParts(config, strategy)
+
+    def train(sync_step: int, progress: Progress) -> None:
+        """Train up to and including the sync step."""
+        run.state.progress, config.train.log_every = progress, sync_step
+        next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, 10**9, run.mixing))
+
+    # Past the first step and the warm-up, where the meter waits.
+    train(7, Progress())
+    progress = Progress()
+    if accelerator == "cpu":
+        train(8, progress)
+    else:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            # At the sync step, where the losses are fetched.
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                train(8, progress)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert progress.step == 8

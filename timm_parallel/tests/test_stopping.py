@@ -1,0 +1,122 @@
+"""A signal stops all ranks after the same step and ends a stuck rank. promises/test_resume.py tests the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from timm_parallel.faults import heartbeat
+from timm_parallel.faults.stop import StopCoordinator
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
+from timm_parallel.testing.ranks import in_ranks
+
+
+def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
+    stopping = StopCoordinator()
+    assert not stopping.should_stop() and not stopping.stopped
+    stopping.request(15)
+    assert stopping.should_stop() and stopping.stopped
+    assert stopping.signal == 15
+
+
+def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() -> None:
+    """A rank may spend minutes between two steps. No rank may stop before the step that it announced."""
+    store = HashStore()
+    early, late = [StopCoordinator(rank, 2, store) for rank in range(2)]
+    assert not early.should_stop()
+    late.request(15)
+    while not late.stop_requested():
+        time.sleep(0.01)
+    assert not late.should_stop()
+    assert early.should_stop() and late.should_stop()
+    assert early.stop_requested() and early.stopped and late.stopped
+
+
+@pytest.mark.parametrize("requested_by", [[0], [2], [0, 1, 2]])
+def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(requested_by: list[int]) -> None:
+    """Three threads simulate ranks at different speeds that stay within one step of each other, as in ddp."""
+    store = HashStore()
+    ranks = [StopCoordinator(rank, 3, store) for rank in range(3)]
+    barrier = threading.Barrier(3)
+    last = [0, 0, 0]
+
+    def train(rank: int) -> None:
+        for step in range(1, 10_000):
+            barrier.wait(20)  # the all-reduce of the step
+            time.sleep(0.001 * rank)
+            if step == 20 and rank in requested_by:
+                ranks[rank].request(15)
+            if ranks[rank].should_stop():
+                last[rank] = step
+                return
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert last[0] >= 20
+    assert len(set(last)) == 1
+    assert [stopping.signal for stopping in ranks] == [15, 15, 15]
+
+
+@contextmanager
+def own_stop_handler() -> Iterator[list[int]]:
+    """Install `stop_handler` as in training and yield the list of signals that the handler forwards."""
+    heard: list[int] = []
+    stop_handler.request, stop_handler.heard_at = heard.append, None
+    signal.signal(signal.SIGTERM, stop_handler)
+    yield heard
+
+
+def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
+    """Send a signal during a 2 s call outside Python with a limit of 0.5 s, and return the signals that were handled."""
+    with own_stop_handler() as heard:
+        exit_after_stop_signal(0.5, lambda: is_stuck)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        until = time.monotonic() + 2.5
+        rounds = 100_000
+        while time.monotonic() < until and not heard:
+            began = time.monotonic()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))  # the next takes 2 s
+        time.sleep(0.1)
+        return heard
+
+
+@pytest.mark.processes
+def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> None:
+    assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
+        in_ranks(in_a_long_call, 1, True)
+
+
+def test_rank_detects_that_a_peer_has_left_when_its_heartbeats_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "TICK", 0.05)
+    monkeypatch.setattr(heartbeat, "LEFT", 0.4)
+    store = HashStore()
+    pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
+    for each in pair:
+        each.start()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert not pair[0].peer_has_left()
+        time.sleep(0.05)
+    pair[1].close()
+    while not pair[0].peer_has_left():
+        time.sleep(0.05)
+    pair[0].close()
+    assert not heartbeat.Heartbeats(Ranks(), None, tmp_path).peer_has_left()

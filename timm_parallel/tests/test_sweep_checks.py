@@ -1,0 +1,278 @@
+"""Checks before the first job of a sweep: the data, the values of each job, and the folders to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import train as entry
+from src.data.check import check_data
+from src.schema import Config
+from timm_parallel.errors import ONE_DEVICE
+from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.record.jobs import Jobs, read_jobs
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.testing.commands import Refuse
+from timm_parallel.testing.configs import parse, tiny
+
+SMALL = ("-m", "model=tiny", "print_config=false", "parallel=single", "parallel.threads_per_device=1")
+
+
+# --- command lines
+
+
+@pytest.mark.parametrize("dry_run", ["false", "true"])
+def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
+    refuse: Refuse, tmp_path: Path, dry_run: str
+) -> None:
+    images = image_folder(tmp_path / "images")
+    gone = tmp_path / "gone"
+    line = refuse(*SMALL, "data=folder", f"data.root={images},{gone}", f"sweep.dry_run={dry_run}")
+    assert f"data.root={gone}" in line
+    assert f"{gone}/train" in line
+
+
+def test_search_is_refused_when_one_searched_data_root_is_missing(refuse: Refuse, tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images")
+    gone = tmp_path / "gone"
+    line = refuse(*SMALL, "search=optuna", "data=folder", f"data.root={images},{gone}")
+    assert f"data.root={gone}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("optim.lr=0.1,abc",), ("optim.lr=abc", "number")),
+        (("train.epochs=1.5,2",), ("train.epochs=1.5", "integer")),
+        (("optim.lr=interval(0.001,0.1)",), ("optim.lr=interval(0.001,0.1)", "search=optuna")),
+        (('tags="a,b","c d"',), ('tags="a,b"', "list")),
+        (("optim.opt=[adamw,sgd]",), ("optim.opt=[adamw,sgd]",)),
+        (("optim.opt=[adamw,sgd],adamw",), ("optim.opt=[adamw,sgd]",)),
+        (("optim.betas=[0.9,0.95],[0.9,0.99]",), ("optim.betas", "+optim.kwargs.betas")),
+        (("optim.lr=1e-3,",), ("optim.lr=1e-3,",)),
+        (("model=tiny,resnet50",), ("model=resnet50", "model.name=resnet50")),
+        (("seed=1,2,1",), ("seed=1,2,1", "seed=1 twice", "sweep.repeats")),
+        (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
+    ],
+)
+def test_sweep_is_refused_with_the_fix_when_a_swept_value_is_invalid_or_repeated(
+    refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    line = refuse(*SMALL, *words)
+    assert [text for text in named if text not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("model=resnet50", "model.name=resnet50"),
+        ("model=resnet50.a1_in1k", "model.name=resnet50.a1_in1k"),
+        ("model=tinny", "did you mean tiny"),
+        ("optim.betas=[0.9,0.95]", "+optim.kwargs.betas"),
+        ("model.drop_path_rate=0.1", "+model.kwargs.drop_path_rate"),
+        ("optim.weigth_decay=0.1", "did you mean optim.weight_decay"),
+    ],
+)
+def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
+    refuse: Refuse, word: str, named: str
+) -> None:
+    assert named in refuse(word)
+
+
+# --- stop signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """The signal arrives while the config of the second job is being written."""
+    from timm_parallel.lab.sweep import blocks
+
+    written: list[str] = []
+    freeze = blocks.freeze_job
+
+    def interrupted(folder: Path, job: object, point: object) -> None:
+        if written:
+            os.kill(os.getpid(), number)
+        written.append("a job")
+        freeze(folder, job, point)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blocks, "freeze_job", interrupted)
+    # A busy machine would print progress.
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)
+    folder = tmp_path / "sweep"
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"])
+    before = signal.getsignal(number)
+    assert entry.main() == 128 + number
+    assert signal.getsignal(number) == before
+    out, err = capfd.readouterr()
+    assert written and not folder.exists()
+    assert len((out + err).splitlines()) == 1
+    assert number.name in err
+
+
+# --- resuming
+
+
+@pytest.fixture
+def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop sweeps before their first job, write the folders of the jobs that would run, and return their names."""
+    waiting: list[str] = []
+
+    def run(sweep: Sweep) -> int:
+        waiting[:] = [write_job_folder(sweep.jobs.folder, job).name for job in sweep.waiting()]
+        sweep.jobs.write()
+        return 0
+
+    monkeypatch.setattr(Sweep, "run", run)
+    return waiting
+
+
+def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
+    """Write the configs of all jobs of a sweep with these command-line arguments."""
+    command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
+    sys.argv[:] = ["train.py", "-m", *command]
+    assert run_multirun(parse("-m", *command), lambda data: None, check) == 0
+    return read_jobs(folder)
+
+
+def test_sweep_prints_the_reason_of_a_skipped_job(
+    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = start(tmp_path / "sweep", "parallel.devices=1,2")
+    monkeypatch.setattr("timm_parallel.lab.report.report.write_report", lambda folders: "report.html")
+    monkeypatch.setattr("timm_parallel.lab.sweep.sweep.show_headline", lambda folder: None)
+    capsys.readouterr()
+    Sweep(jobs)._close()
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
+    assert "parallel.devices=2" in line and jobs.jobs[1].reason in line
+    assert [job.code for job in read_jobs(tmp_path / "sweep").jobs] == ["", ONE_DEVICE]
+
+
+def resume(folder: Path) -> int:
+    return run_multirun(parse("-m", f"sweep.resume={folder}"), lambda data: None, check_data)
+
+
+@pytest.fixture(autouse=True)
+def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
+    checked: list[int | None] = []
+    start(
+        tmp_path / "sweep",
+        "seed=1,2",
+        "data.limit_train=64,128",
+        check=lambda config: checked.append(config.data.limit_train),
+    )
+    assert checked == [64, 128]
+
+
+def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(tmp_path: Path, no_jobs: list[str]) -> None:
+    folder = tmp_path / "sweep"
+    start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
+    edited = folder / "0_block_1" / "config.yaml"
+    text = edited.read_text()
+    edited.write_text(text.replace("  lr: 0.001\n", "  lr: 0.5\n"))
+    assert edited.read_text() != text
+    assert resume(folder) == 0
+    assert edited.read_text() == text
+
+
+def test_sweep_resume_writes_deleted_job_folders_as_they_were(tmp_path: Path, no_jobs: list[str]) -> None:
+    """One deleted job was done, the other waiting. The command of the sweep would compose other jobs today."""
+    folder = tmp_path / "sweep"
+    jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
+    for job in jobs.jobs:
+        job.status = "done"
+        write_result(folder / job.folder, Result("done"))
+    waiting = next(job for job in jobs.jobs if job.folder == "1_block_0")
+    waiting.status = "waiting"
+    jobs.command = jobs.command.replace("1e-4", "1e-5")
+    jobs.write()
+    wanted = {name: files_of(folder / name) for name in ("0_block_1", "1_block_0")}
+    for name in wanted:
+        shutil.rmtree(folder / name)
+    assert resume(folder) == 0
+    assert sorted(no_jobs) == ["0_block_1", "1_block_0"]
+    assert {name: files_of(folder / name) for name in wanted} == wanted
+
+
+def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(tmp_path: Path, no_jobs: list[str]) -> None:
+    """Such a sweep has no configs/, and its jobs.json lists two runs of the baseline outside the repeats."""
+    folder = tmp_path / "sweep"
+    jobs = start(folder, "optim.lr=1e-3,1e-4", "seed=1,2")
+    shutil.rmtree(folder / "configs")
+    written = json.loads((folder / "jobs.json").read_text())
+    for job in written["jobs"]:
+        del job["configuration"]
+        job |= {"config_hash": "0123", "position": job["id"]}
+    written["jobs"][0]["block"] = written["jobs"][3]["block"] = None
+    (folder / "jobs.json").write_text(json.dumps(written))
+    config = folder / "1" / "config.yaml"
+    text = config.read_text().replace("sweep:\n  repeats: 1\n", "sweep:\n  repeats: auto\n  precision: 0.05\n")
+    config.write_text(text)
+    assert "precision: 0.05" in text
+    write_result(folder / "2", Result("done"))
+    assert resume(folder) == 0
+    assert no_jobs == ["1"]
+    assert (config.read_text(), len(jobs.jobs)) == (text, 4)
+    assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done"]
+
+
+def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_truncated(
+    tmp_path: Path, without_plots: None
+) -> None:
+    from scripts import report
+
+    folder = tmp_path / "sweep"
+    start_and_stop(folder)
+    path = folder / "jobs.json"
+    path.write_text(path.read_text()[:-100])
+    with pytest.raises(ValueError, match="damaged") as refused:
+        resume(folder)
+    command = str(refused.value).partition("python scripts/report.py ")[2]
+    words = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout.split()
+    assert report.main(words) == 0
+    assert (folder / "report.html").exists()
+
+
+# --- helpers
+
+
+def start_and_stop(folder: Path) -> None:
+    """Write a sweep with a done and a waiting job."""
+    from timm_parallel.testing.report_sweeps import Sweep as Folder
+
+    sweep = Folder(folder)
+    sweep.add("single", 1)
+    waiting = sweep.add("ddp", 2)
+    (waiting / "result.json").unlink()
+    sweep.write()
+
+
+def image_folder(root: Path) -> Path:
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(root / split / name / "0.png")
+    return root
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Return the files of a job's folder before the job starts, as texts."""
+    names = ("config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml")
+    return {name: (folder / name).read_text() for name in names}

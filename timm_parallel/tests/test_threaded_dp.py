@@ -1,0 +1,140 @@
+"""Threaded replicas of dp on a CPU: gradients, statistics, exceptions and chunks as with torch's DataParallel."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from src.parallel.data_parallel import DataParallelStrategy
+from src.schema import ParallelConfig
+from src.train.step import Autocast, TrainStep
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("unused", None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images) * self.scale
+
+
+class Recurrent(nn.Module):
+    """A model with torch.nn.LSTM, which keeps a second list of its weights that replicas must not share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 4, batch_first=True, bidirectional=True), nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.lstm(images.view(-1, 3, 2))[0].mean(1))  # type: ignore[no-any-return]
+
+
+def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
+    config = ParallelConfig(
+        strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1, loss_in_replica=loss_in_replica
+    )
+    return DataParallelStrategy(config, Ranks())
+
+
+@pytest.mark.parametrize("loss_in_replica", [False, True])
+@pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
+@pytest.mark.parametrize("model", [Small, Recurrent])
+def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
+    model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
+) -> None:
+    torch.manual_seed(0)
+    bare = model()
+    copied = copy.deepcopy(bare)
+    images, labels = torch.randn(batch, 6), torch.randint(0, 3, (batch,))
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(bare(images), labels)
+    expected.backward()
+    loss, _ = strategy(devices, loss_in_replica).wrap(TrainStep(copied, criterion))(images, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    for (name, ours), theirs in zip(copied.named_parameters(), bare.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
+
+
+def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
+    # The barrier raises unless three threads wait at the same time.
+    together = threading.Barrier(3, timeout=10)
+    seen = []
+
+    class Meeting(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            together.wait()
+            seen.append((threading.get_ident(), len(chunk), torch.get_num_threads()))
+            torch.rand(1)
+            return chunk
+
+    spread = ThreadedDataParallel(Meeting(), 3, 1, 0)
+    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "expected outputs in the order of the chunks"
+    assert len({thread for thread, _, _ in seen} - {threading.get_ident()}) == 3
+    assert sorted(size for _, size, _ in seen) == [2, 3, 3]
+    assert {threads for _, _, threads in seen} == {1}
+
+
+def test_batchnorm_statistics_come_from_the_first_threaded_dp_replica() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(8, 4)
+    alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    alone(images[:4])
+    ThreadedDataParallel(spread, 2, 1, 0)(images)
+    assert torch.equal(spread.running_mean, alone.running_mean)
+    assert torch.equal(spread.running_var, alone.running_var)
+    assert spread.num_batches_tracked == 1
+
+
+def test_exception_in_a_threaded_dp_replica_reaches_the_caller() -> None:
+    class Picky(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            if (chunk < 0).any():
+                raise ZeroDivisionError("a negative image")
+            return chunk
+
+    spread = ThreadedDataParallel(Picky(), 2, 1, 0)
+    with pytest.raises(ZeroDivisionError, match="a negative image"):
+        spread(torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    assert spread(torch.ones(4)).sum() == 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(mode: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = Small().eval()
+    images = torch.randn(7, 6)
+    with mode():
+        outputs = strategy(3).for_evaluation(model)(images)
+        assert torch.allclose(outputs, model(images), atol=1e-6)
+    assert not outputs.requires_grad
+
+
+@pytest.mark.parametrize(("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])])
+def test_dp_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list[int]) -> None:
+    assert strategy(devices).chunk_sizes(batch) == chunks
+
+
+def test_autocast_applies_inside_threaded_dp_replicas() -> None:
+    seen = []
+
+    class Typed(nn.Linear):
+        def forward(self, chunk: Tensor) -> Tensor:
+            outputs = super().forward(chunk)
+            seen.append(outputs.dtype)
+            return outputs
+
+    step = TrainStep(Autocast(Typed(4, 3), "cpu", torch.bfloat16), nn.CrossEntropyLoss())
+    strategy(2).wrap(step)(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))[0].backward()
+    assert seen == [torch.bfloat16] * 2
