@@ -321,10 +321,12 @@ def compare_strategies(seconds: float) -> list[Row]:
         done = python(words, seconds)
         run = Run(done.code, done.output, done.seconds, folder)
         lead = run.read("report.json").get("lead")
-        done_jobs = statistics.fmean(status == "done" for status in run.statuses) if run.statuses else 0.0
+        # parallel=single with two devices is skipped.
+        tried = [status for status in run.statuses if status != "skipped"]
+        done_jobs = statistics.fmean(status == "done" for status in tried) if tried else 0.0
         return [
             Row("make compare: headline", json.dumps(lead, ensure_ascii=False), lead is None),
-            Row("make compare: share of jobs that are done", f"{done_jobs:.2f}", done_jobs < 1),
+            Row("make compare: share of tried jobs that are done", f"{done_jobs:.2f}", done_jobs < 1),
         ]
 
 
